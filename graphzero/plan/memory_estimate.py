@@ -3,11 +3,14 @@
 The estimate says where the copies that ``Recompute`` makes would stand, how long each storage then lives, and the bytes
 of it, in some milliseconds a try.  It counts by ``StorageSpans``, which leaves out what later passes add (buckets,
 slots, transfers under way), so the plan of the program itself has the last word: see ``memory_fit``.
+
+In a pipeline it is of one micro-batch on the stages of one rank, beside which others are in flight: what forward leaves
+for backward is there for each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +19,7 @@ from numpy.typing import NDArray
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.pipeline_stages import stages_of
 from graphzero.ir.storage.liveness import Bytes, Liveness, bytes_held, liveness
 from graphzero.ir.storage.storage_spans import Positions, StorageSpans, int_array
 from graphzero.passes.memory.recompute import ForwardOps
@@ -53,11 +57,13 @@ class EstimatedMemory:
 class MemoryEstimate:
     """Memory of a local graph whose backward reads what forward gathers, see ``merge_gathers``.
 
+    in_flight: of each pipeline stage, the micro-batches that it keeps values of at a time; 1 where absent.
     names: of ops that may run again, by position.  seconds: what each costs.  maker: of each value of forward that may
     be made again, the op that makes it; else -1.  storages: numbers, by the value that lives in them.
+    others: of each storage, the other micro-batches of which the same is held, if backward reads it.
     """
 
-    def __init__(self, graph: StepGraph):
+    def __init__(self, graph: StepGraph, in_flight: Mapping[int, int] | None = None):
         at, forward = liveness(graph), ForwardOps(graph)
         position = at.position
         self.spans = StorageSpans(graph)
@@ -82,6 +88,8 @@ class MemoryEstimate:
         self.storages_by_op: dict[int, list[int]] = {}
         for k, i in enumerate(self.spans.begin.tolist()):
             self.storages_by_op.setdefault(i, []).append(k)
+        stages, counts = stages_of(at.nodes), {None: 1} | dict(in_flight or {})
+        self.others = int_array(counts.get(stages[span.storage[0]], 1) - 1 for span in self.spans.storages)
         self._read_phases(at)
 
     def _read_phases(self, at: Liveness) -> None:
@@ -147,8 +155,10 @@ class MemoryEstimate:
         is_counted = np.array([k in copied.read and not self.is_parameter[k] for k in copied.storages], dtype=bool)
         own = bytes_held(begins[activations], ends[activations], spans.nbytes[activations], length)
         made_again = frozenset(i for i in copies if i in self.seconds)
+        left = activations & self.is_forward  # of other micro-batches too
+        in_flight = int((self.others[left] * spans.nbytes[left]).sum())
         return EstimatedMemory(
-            total[:until], (own + copied.bytes_over_time(length, is_counted))[:until],
+            total[:until] + in_flight, (own + copied.bytes_over_time(length, is_counted))[:until] + in_flight,
             position, begins, ends, first_late, made_again,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ program that comes out says what that needs, and the limits of the choice are co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -24,7 +24,7 @@ from graphzero.plan.gradient_order import in_best_order
 from graphzero.plan.memory_candidate import held_bytes, hold_most
 from graphzero.plan.memory_estimate import MemoryEstimate, Ops
 from graphzero.plan.memory_search import MemorySearch
-from graphzero.plan.plan import mega, memory_of
+from graphzero.plan.plan import MemoryPlan, mega, memory_of
 from graphzero.plan.variants import Candidate, Variants
 
 TRIES = 6  # programs that are made to find what fits
@@ -33,16 +33,19 @@ NEAR = 256  # what to hold is not bettered when the limit is known to such a par
 SMALL, MORE = 8_000, 16  # in a program of n nodes, SMALL // n others are tried behind these, at most MORE
 
 Choice = TypeVar("Choice", bound=Hashable)
+Result = TypeVar("Result")
 Kept = frozenset[str]  # paths of parameters that stay gathered
 NOTHING_KEPT: Kept = frozenset()
 
 
 class TriedProgram(NamedTuple):
-    """What a program needs.  price: of two that fit, the one of less is better."""
+    """Bytes that a program of some choice needs."""
 
     peak: int
     activations: int
-    price: tuple[float, ...]
+
+
+Choices = Generator[Choice, TriedProgram, Result]  # a search: yields what is to be tried, is sent what that needs
 
 
 class MemoryFit:
@@ -70,23 +73,11 @@ class MemoryFit:
         plain: the program that computes nothing again.
         """
 
-        def choose(limits: Limits) -> tuple[Ops, int, int]:
-            ops, memory = self.search.within(limits)
-            return ops, *memory.most
-
-        (peak, activations), real = self.search.estimate.without_recompute.most, plain.plan.memory
-        begin, close = limits.less(real.peak - peak, real.activations - activations), int(CLOSE * limits.least)
-        tried = _corrected(limits, begin, None, choose, self._recomputed, close, close)
-        if all(limits.over(one.peak, one.activations) > 0 for one in tried.values()):  # of any such limits the same,
-            smallest = self.search.least()[0], self.search.within(limits.none)[0]  # so that what an error says suffices
-            tried = {ops: self._recomputed(ops) for ops in smallest}
-            return self._recomputing(min(tried, key=lambda ops: limits.over(*tried[ops][:2])))
-        return self._recomputing(_best(tried, limits))
+        return self._recomputing(follow(recompute_choices(self.search, limits, plain.plan.memory), self._recomputed))
 
     def _recomputed(self, ops: Ops) -> TriedProgram:
         memory = memory_of(self.variants.draft(self._recomputing(ops), own_until="recompute"))
-        estimate = self.search.estimate
-        return TriedProgram(memory.peak, memory.activations, (estimate.cost(estimate.recomputing(ops).recomputed),))
+        return TriedProgram(memory.peak, memory.activations)
 
     def _recomputing(self, ops: Ops) -> Options:
         return replace(self.options, recompute=self.search.estimate.names_of(ops))
@@ -149,24 +140,27 @@ class MemoryFit:
         def make(kept: Kept) -> TriedProgram:
             if kept not in programs:
                 programs[kept] = self._keeping(sorted(kept))
-            return TriedProgram(programs[kept].peak, 0, programs[kept].cost)
+            return TriedProgram(programs[kept].peak, 0)
+
+        def price(kept: Kept) -> tuple[float, ...]:
+            return programs[kept].cost
 
         close = (budget - nothing.peak) // NEAR
         tried = {NOTHING_KEPT: make(NOTHING_KEPT)}
-        tried |= _corrected(limits, limits, Limits(total=nothing.peak), choose, make, close, 0)
+        tried |= follow(corrected(limits, limits, Limits(total=nothing.peak), choose, close, 0), make)
         # In a small program communication slots, which spans do not tell, weigh as much as values: some more.
         tries = min(MORE, SMALL // max(len(total), 1))
         if tries:
             every = frozenset(self.pairs)
             tried |= {every: make(every)}
-        best = _best(tried, limits)
+        best = best_choice(tried, limits, price)
         by_value = sorted(candidates, key=lambda one: -one.saved_per_byte)
         left, since = [one.name for one in by_value if one.name not in best], 0  # the last that helped
         while tries and since < len(left):
             path, tries, since = left.pop(0), tries - 1, since + 1
             more = best | {path}
             one = make(more)
-            if one.peak <= budget and one.price < programs[best].cost:
+            if one.peak <= budget and price(more) < price(best):
                 best, since = more, 0
             else:
                 left.append(path)
@@ -179,15 +173,64 @@ class MemoryFit:
         return replace(program, plan=replace(program.plan, kept=tuple(keep.matching_paths(self.pairs))))
 
 
-def _corrected(
+def recompute_choices(search: MemorySearch, limits: Limits, plain: MemoryPlan) -> Choices[Ops, Ops]:
+    """What computes least again of all whose plan is within the limits; if none is, the nearest that was found.
+
+    plain: memory of the program that computes nothing again.
+    """
+
+    def choose(limits: Limits) -> tuple[Ops, int, int]:
+        ops, memory = search.within(limits)
+        return ops, *memory.most
+
+    def price(ops: Ops) -> tuple[float]:
+        return (search.estimate.cost(search.estimate.recomputing(ops).recomputed),)
+
+    peak, activations = search.estimate.without_recompute.most
+    begin, close = limits.less(plain.peak - peak, plain.activations - activations), int(CLOSE * limits.least)
+    tried = yield from corrected(limits, begin, None, choose, close, close)
+    if all(limits.over(*one) > 0 for one in tried.values()):  # of any such limits the same, so that what an error
+        tried = {}  # says suffices
+        for ops in (search.least()[0], search.within(limits.none)[0]):
+            tried[ops] = tried.get(ops) or (yield ops)
+        return min(tried, key=lambda ops: limits.over(*tried[ops]))
+    return best_choice(tried, limits, price)
+
+
+def follow_all(
+    searches: Mapping[int, Choices[Choice, Result]], make: Callable[[Mapping[int, Choice]], Mapping[int, TriedProgram]]
+) -> dict[int, Result]:
+    """The results of searches that are made together: one program has the present choice of each.
+
+    make: what each needs in the program of these choices; one that has come to its end is not among them.
+    """
+    results, asked = dict[int, Result](), dict[int, Choice]()
+    needs: Mapping[int, TriedProgram] = {}
+    active = dict(searches)
+    while active:
+        for key, search in list(active.items()):
+            try:
+                asked[key] = search.send(needs[key]) if needs else next(search)
+            except StopIteration as end:
+                results[key] = end.value
+                del active[key]
+        needs = make({key: asked[key] for key in active}) if active else {}
+    return results
+
+
+def follow(search: Choices[Choice, Result], make: Callable[[Choice], TriedProgram]) -> Result:
+    """The result of one search."""
+    return follow_all({0: search}, lambda asked: {0: make(asked[0])})[0]
+
+
+def corrected(
     limits: Limits,
     begin: Limits,
     fits: Limits | None,
     choose: Callable[[Limits], tuple[Choice, int, int]],
-    make: Callable[[Choice], TriedProgram],
     close: int,
     enough: int,
-) -> dict[Choice, TriedProgram]:
+) -> Choices[Choice, dict[Choice, TriedProgram]]:
     """The programs of choices by a search whose limits are moved by what it did not foresee.
 
     begin: its first limits.  fits: limits known to fit.  choose: a choice for limits, with the peak and the activations
@@ -197,7 +240,9 @@ def _corrected(
     for _ in range(TRIES):
         choice, peak, activations = choose(begin)
         is_new = choice not in programs
-        one = programs[choice] = programs.get(choice) or make(choice)
+        if is_new:
+            programs[choice] = yield choice
+        one = programs[choice]
         over = limits.over(one.peak, one.activations)
         if -enough <= over <= 0:
             break
@@ -217,10 +262,12 @@ def _corrected(
     return programs
 
 
-def _best(tried: dict[Choice, TriedProgram], limits: Limits) -> Choice:
+def best_choice(
+    tried: dict[Choice, TriedProgram], limits: Limits, price: Callable[[Choice], tuple[float, ...]]
+) -> Choice:
     """The choice of least price of those whose programs fit; where none does, the nearest."""
-    over = {choice: max(limits.over(one.peak, one.activations), 0) for choice, one in tried.items()}
-    return min(tried, key=lambda choice: (over[choice], tried[choice].price))
+    over = {choice: max(limits.over(*one), 0) for choice, one in tried.items()}
+    return min(tried, key=lambda choice: (over[choice], price(choice)))
 
 
 def activations_error(activations: int, smallest: Candidate, plain: Candidate) -> ConfigError:

@@ -90,12 +90,13 @@ class MemorySearch:
     def _candidates(
         self, ops: Ops, memory: EstimatedMemory, useless: set[str], is_total: bool, worst: int
     ) -> Iterator[MemoryCandidate]:
-        """What is held at a position for later, and could be computed again."""
-        estimate, length = self.estimate, len(memory.total)
-        later = (memory.begins <= worst) & (memory.ends >= worst) & (memory.first_late_read < length)
-        freed = later & (memory.first_late_read > worst)
+        """What is held at a position for later, and could be computed again; of other micro-batches it is always."""
+        estimate, length, has_others = self.estimate, len(memory.total), self.estimate.others > 0
+        is_there = (memory.begins <= worst) & (memory.ends >= worst) | has_others
+        later = is_there & (memory.first_late_read < length)
+        freed = later & ((memory.first_late_read > worst) | has_others)
         if is_total:
-            freed &= memory.position[estimate.end_forward] < worst
+            freed &= (memory.position[estimate.end_forward] < worst) | has_others
         for op in sorted({int(i) for i in estimate.spans.begin[freed]}):
             if op in estimate.names and op not in ops and estimate.names[op] not in useless:
                 candidate = self._candidate(op, ops, memory, freed, later)
@@ -105,7 +106,7 @@ class MemorySearch:
     def _candidate(
         self, op: int, ops: Ops, memory: EstimatedMemory, freed: np.ndarray, later: np.ndarray
     ) -> MemoryCandidate | None:
-        estimate, nbytes = self.estimate, self.estimate.spans.nbytes
+        estimate, nbytes = self.estimate, self.estimate.spans.nbytes * (1 + self.estimate.others)
         again, unvisited, held_longer = {op}, [op], 0
         while unvisited:
             for maker, storage in estimate.needs[unvisited.pop()]:
@@ -131,7 +132,9 @@ class MemorySearch:
 
     @cached_property
     def segments(self) -> list[tuple[Ops, EstimatedMemory]]:
-        """Forward in few and in many segments, all but the last of which are computed again."""
+        """Forward in few and in many segments, all but the last of which are computed again.
+
+        In a pipeline whose other micro-batches hold the last one too, that is computed again as well."""
         estimate, spans = self.estimate, self.estimate.spans
         forward = estimate.is_forward & ~estimate.is_parameter
         count = len(estimate.maker)
@@ -143,14 +146,16 @@ class MemorySearch:
         weight = np.cumsum(left)
         places = np.unique(spans.begin[forward])
         choices = dict[Ops, None]()
+        has_others = bool(estimate.others[saved].any())
         for parts in PARTS:
             cuts = _cuts(places, crossing, weight, weight[-1] / parts) if len(places) and weight[-1] else []
-            if cuts:
+            if cuts or has_others:
                 crosses = [
                     k for t in cuts for k in np.flatnonzero(forward & (spans.begin <= t) & (estimate.end_forward > t))
                 ]
                 makers = {int(spans.begin[k]) for k in crosses}
-                choices[frozenset(i for i in estimate.names if i <= cuts[-1] and i not in makers)] = None
+                last = count if has_others else cuts[-1]
+                choices[frozenset(i for i in estimate.names if i <= last and i not in makers)] = None
         return [(ops, estimate.recomputing(ops)) for ops in choices]
 
     # ---- what may stay after all
