@@ -64,7 +64,7 @@ class Options:
     delay_gradients: whether what backward makes may wait, to lower the most bytes held at a time.
     pipeline_stages: marks of modules, "model.layers.0@1"; see ``AssignStages``.
     micro_batches: in which a step computes the batch; the placement has an axis ``mb`` of that size.
-    whole_accumulators: see ``MicroBatches``.
+    whole_accumulators, whole_on: see ``MicroBatches``.
     tiles: of rows, in which the largest values of a step are computed; see ``TileRows``.
     bucket_bytes: of one bucket, and of what is under way at a time; None follows the size of the model.
     plugins: values of plug-ins' settings that are not as by default, by name.
@@ -84,6 +84,7 @@ class Options:
     pipeline_stages: tuple[str, ...] = ()
     micro_batches: int = 1
     whole_accumulators: bool = False
+    whole_on: tuple[int, ...] = ()
     tiles: int = 1
     bucket_bytes: int | None = None
     optimise: bool = True

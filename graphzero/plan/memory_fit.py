@@ -24,7 +24,7 @@ from graphzero.plan.gradient_order import in_best_order
 from graphzero.plan.memory_candidate import held_bytes, hold_most
 from graphzero.plan.memory_estimate import MemoryEstimate, Ops
 from graphzero.plan.memory_search import MemorySearch
-from graphzero.plan.plan import MemoryPlan, mega, memory_of
+from graphzero.plan.plan import mega, memory_of
 from graphzero.plan.variants import Candidate, Variants
 
 TRIES = 6  # programs that are made to find what fits
@@ -73,7 +73,8 @@ class MemoryFit:
         plain: the program that computes nothing again.
         """
 
-        return self._recomputing(follow(recompute_choices(self.search, limits, plain.plan.memory), self._recomputed))
+        needs = TriedProgram(plain.peak, plain.plan.memory.activations)
+        return self._recomputing(follow(recompute_choices(self.search, limits, needs), self._recomputed))
 
     def _recomputed(self, ops: Ops) -> TriedProgram:
         memory = memory_of(self.variants.draft(self._recomputing(ops), own_until="recompute"))
@@ -173,10 +174,10 @@ class MemoryFit:
         return replace(program, plan=replace(program.plan, kept=tuple(keep.matching_paths(self.pairs))))
 
 
-def recompute_choices(search: MemorySearch, limits: Limits, plain: MemoryPlan) -> Choices[Ops, Ops]:
+def recompute_choices(search: MemorySearch, limits: Limits, plain: TriedProgram) -> Choices[Ops, Ops]:
     """What computes least again of all whose plan is within the limits; if none is, the nearest that was found.
 
-    plain: memory of the program that computes nothing again.
+    plain: what the program needs that computes nothing again.
     """
 
     def choose(limits: Limits) -> tuple[Ops, int, int]:

@@ -261,7 +261,7 @@ def plan_of(graph: StepGraph, rank: int | None = None, links: Links = ()) -> Pla
     examine(graph)
     parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param") if not is_average(node))
     at = liveness(graph)
-    by_node = dict(zip(at.layouts, _collectives(graph, links), strict=True))
+    by_node = dict(zip(at.layouts, collectives_of(graph, links), strict=True))
     entries = [by_node[node] for i in at.turns if (node := at.nodes[i]) in by_node]
     return Plan(
         name=graph.name,
@@ -291,7 +291,7 @@ def _place(graph: StepGraph) -> str:
 Entry = tuple[Collective, float]  # with its padding in bytes
 
 
-def _collectives(graph: StepGraph, links: Links) -> Iterator[Entry]:
+def collectives_of(graph: StepGraph, links: Links) -> Iterator[Entry]:
     """Each call, with its padding."""
     at = liveness(graph)
     for node, layout in at.layouts.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from graphzero.ir.graph import StepGraph
@@ -46,21 +46,47 @@ def choose(
     Raises:
         ConfigError: no program fits the budget, or those bytes; it says what it would need.
     """
-    variants, tried = Variants(graph, own, verifies), list[Candidate]()
+    variants = Variants(graph, own, verifies)
+
+    def at_stage(options: Options, fits: bool = False) -> Candidate:
+        return _at_stage(variants, options, budget, activations, fits)
+
+    def in_tiles(options: Options, plain: Candidate) -> tuple[Options, Candidate]:
+        assert budget is not None
+        return fitting_tiles(variants, options, budget, plain, at_stage)
+
+    taken, chosen = first_fitting(at_stage, options, stages, budget, in_tiles)
+    if options.optimizer_in_backward and chosen.graph.gradients():
+        chosen = chosen.decided(behind=describe_early(chosen.graph))
+    if taken.tiles > 1:
+        chosen = described(variants, taken, chosen)
+    return chosen
+
+
+def first_fitting(
+    at_stage: Callable[[Options, bool], Candidate],
+    options: Options,
+    stages: Sequence[int],
+    budget: Budget | None,
+    in_tiles: Callable[[Options, Candidate], tuple[Options, Candidate]] | None = None,
+) -> tuple[Options, Candidate]:
+    """The first of the stages whose program fits the budget, as ``choose`` says, and its options.
+
+    at_stage: makes the program of options; if it is told so, one that computes values again until it fits.
+    in_tiles: the options with tiles of rows that a program which does not fit is to have, and that program.
+    """
+    tried = list[Candidate]()
     for stage in stages:
         if budget is not None and stage == 2 and tried and _resident(tried[-1]) > budget.nbytes:
             continue  # between calls 2 holds what 1 holds
-        tried.append(_at_stage(variants, replace(options, stage=stage), budget, activations))
+        tried.append(at_stage(replace(options, stage=stage), False))
         if budget is None or tried[-1].peak <= budget.nbytes:
             break
     taken = replace(options, stage=tried[-1].plan.stage)
+    if budget is not None and tried[-1].peak > budget.nbytes and in_tiles is not None:
+        taken, tried[-1] = in_tiles(taken, tried[-1])
     if budget is not None and tried[-1].peak > budget.nbytes:
-        taken, tried[-1] = fitting_tiles(
-            variants, taken, budget, tried[-1], lambda told: _at_stage(variants, told, budget, activations)
-        )
-    if budget is not None and tried[-1].peak > budget.nbytes:
-        smaller = _at_stage(variants, taken, budget, activations, fits=True)
-        tried[-1] = min(tried[-1], smaller, key=lambda one: one.peak)
+        tried[-1] = min(tried[-1], at_stage(taken, True), key=lambda one: one.peak)
     chosen = tried[-1]
     if budget is not None and chosen.peak > budget.nbytes:
         raise does_not_fit(budget, tried, options)
@@ -69,11 +95,7 @@ def choose(
         chosen = chosen.decided(
             f'stage="auto": {chosen.plan.stage} is the first that fits {budget}{f" ({before})" if before else ""}'
         )
-    if options.optimizer_in_backward and chosen.graph.gradients():
-        chosen = chosen.decided(behind=describe_early(chosen.graph))
-    if taken.tiles > 1:
-        chosen = described(variants, taken, chosen)
-    return chosen
+    return taken, chosen
 
 
 def _at_stage(
@@ -83,7 +105,7 @@ def _at_stage(
 
     fits: whether values of forward are computed again until it fits the budget, and not only for ``activations``.
     """
-    options = _gathered_once(options)
+    options = gathered_once(options)
     plain = _best(variants, options, None if fits else budget)
     in_segments, memory = isinstance(activations, str) and not fits, plain.plan.memory
     limits = Limits(budget.nbytes if fits and budget else ANY, activations if isinstance(activations, int) else ANY)
@@ -98,7 +120,7 @@ def _at_stage(
     return program
 
 
-def _gathered_once(options: Options) -> Options:
+def gathered_once(options: Options) -> Options:
     """16-bit copies of masters are gathered once a step, unless parameters are split too."""
     return replace(options, keep_gathered=ALL) if options.gathers and options.stage < 3 else options
 

@@ -71,7 +71,7 @@ class Variants:
         if self._made is None or self._shared(passes) < max(len(passes), len(self._ran)):
             graph = self._run(passes, given)
             plan = replace(plan_of(graph, links=options.links), stage=options.stage, recomputed=options.recompute)
-            self._made = Candidate(graph, [record for _, record in self._ran], plan)
+            self._made = Candidate(graph, self.history, plan)
         return self._made
 
     def before(self, name: str, options: Options) -> StepGraph:
@@ -83,11 +83,12 @@ class Variants:
 
     def draft(self, options: Options, own_until: str) -> StepGraph:
         """The graph of ``candidate`` for its plan alone: it is not verified, which takes most of the time."""
-        graph = self._run(default_passes(options, self.own, until=own_until))
-        for pass_ in default_passes(options, since=own_until):
-            graph = pass_(graph)
-            graph.settle()
-        return graph
+        return run_unverified(self._run(default_passes(options, self.own, until=own_until)), options, own_until)
+
+    @property
+    def history(self) -> list[Record]:
+        """The records of the last run."""
+        return [record for _, record in self._ran]
 
     def has_own(self, options: Options, since: str) -> bool:
         """Whether the user has passes from the built-in one of that name on."""
@@ -117,6 +118,14 @@ class Variants:
         """How many passes the list begins with as the last run did."""
         pairs = zip(passes, (one for one, _ in self._ran), strict=False)
         return sum(1 for _ in takewhile(lambda pair: _alike(*pair), pairs))
+
+
+def run_unverified(graph: StepGraph, options: Options, since: str, until: str = "") -> StepGraph:
+    """The graph behind built-in passes; it is changed, and not verified, which takes most of the time."""
+    for pass_ in default_passes(options, since=since, until=until):
+        graph = pass_(graph)
+        graph.settle()
+    return graph
 
 
 def _alike(one: Pass, other: Pass) -> bool:

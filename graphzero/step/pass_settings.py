@@ -15,7 +15,8 @@ from graphzero.ir.value import Role
 from graphzero.passes import Options
 from graphzero.plan import STAGES, Budget, Candidate, choose
 from graphzero.plan.pipelines.auto_stages import StageRequest, choose_stages
-from graphzero.plan.pipelines.pipeline import pipelined, with_seconds
+from graphzero.plan.pipelines.pipeline import PipelinePrograms, with_seconds
+from graphzero.plan.pipelines.pipeline_fit import choose_pipeline
 from graphzero.plan.seconds import plain
 from graphzero.sbp.placement import MICRO_BATCHES, Placement
 from graphzero.sbp.types import B, Nd, S
@@ -45,14 +46,15 @@ def program_of(
         graph, placed = in_micro_batches(graph, settings, placed)
     options = options_of(settings, placed, pipeline_stages)
     if pipeline_stages or settings.auto_stages is not None:
-        assert isinstance(stage, int)
-        options, decisions, device = replace(options, stage=stage), [], plain(whole.device_type)
+        decisions, device = list[str](), plain(whole.device_type)
         if settings.auto_stages is not None:
             device = settings.auto_stages.device or device
             request = _stage_request(settings, whole.pipeline_members, planned_modules, budget)
-            marks, decision = choose_stages(graph, options, settings.user_passes, request)
+            cut_options = replace(options, stage=stages[-1])  # which holds least
+            marks, decision = choose_stages(graph, cut_options, settings.user_passes, request)
             options, decisions = replace(options, pipeline_stages=marks), [decision]
-        candidate = pipelined(graph, options, settings.user_passes, settings.pipeline, whole, verifies)
+        programs = PipelinePrograms(graph, options, settings.user_passes, settings.pipeline, whole, verifies)
+        candidate = choose_pipeline(programs, options, stages, budget, settings.activation_memory)
         return with_seconds(candidate.decided(*decisions), device)
     candidate = choose(
         graph, options, settings.user_passes, stages=stages, budget=budget,
@@ -84,9 +86,6 @@ def check_pipeline(settings: Settings, members: int) -> None:
             'config.set_stage(module, stage), for each stage from 0 on, or let them be chosen: config.set_stage("auto")'
         )
     unsupported = {
-        "set_memory_budget": settings.memory_budget is not None,
-        'enable_zero(stage="auto")': settings.zero.stage == AUTO,
-        "set_activation_memory": settings.activation_memory is not None,
         "set_row_tiles": settings.row_tiles > 1,
         "set_optimizer_in_backward": settings.optimizer_in_backward,
         "set_cuda_graph": settings.cuda_graph,

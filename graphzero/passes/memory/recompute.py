@@ -21,12 +21,12 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.printer import op_name
 from graphzero.ir.value import Role
-from graphzero.ops import CHECK
+from graphzero.ops import CHECK, MOVE
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.memory.keep_gathered import follows_parameter, gathered_again, read_first
 
 _WILD = set("*?[")
-_NEVER_RECOMPUTED = (*ops.COMMUNICATING, *ops.WRITING, CHECK)  # ranks meet there, or it has an effect
+_NEVER_RECOMPUTED = (*ops.COMMUNICATING, *ops.WRITING, CHECK, MOVE)  # ranks meet there, or it has an effect
 AGAIN = "recompute"  # the role of what is computed again
 
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.pipeline_stages import stages_of
 from graphzero.ir.value import TensorType
 from graphzero.passes.micro.loop_partition import LoopPartition
 from graphzero.passes.micro.micro_batch_errors import MicroBatchErrors
@@ -32,6 +33,7 @@ class LoopResult:
 class LoopCarried:
     """Values that one micro-batch passes to the next.
 
+    added_up_whole: values of pipeline stages whose gradients are reduced once.
     buffers: names of the placeholders of buffers that each micro-batch changes.
     results: by value of a micro-batch, what all of them accumulate of it.
     """
@@ -43,8 +45,11 @@ class LoopCarried:
         types: MicroBatchTypes,
         errors: MicroBatchErrors,
         reduces_each: bool,
+        whole_on: tuple[int, ...] = (),
     ) -> None:
         self.partition, self.types, self.errors, self.reduces_each = partition, types, errors, reduces_each
+        stages = stages_of(graph.nodes) if whole_on else {}
+        self.added_up_whole = {node for node, stage in stages.items() if stage in whole_on}
         self.outputs, self.aux, self.updates = graph.outputs, graph.aux, graph.updates
         self.buffers = self._find_buffers(graph)
         self.results = self._results_by_source()
@@ -98,7 +103,7 @@ class LoopCarried:
         return LoopResult(source, source_nd, have.reduction)
 
     def _reduces_each(self, box: fx.Node) -> bool:
-        return self.reduces_each and value.has_role(box, "gradient")
+        return self.reduces_each and value.has_role(box, "gradient") and box not in self.added_up_whole
 
     def _mean(self, node: fx.Node) -> LoopResult:
         type_ = value.type_of(node)

@@ -32,7 +32,9 @@ class LoopWriter:
     In a program of pipeline stages the body is that of all micro-batches: its stages do not run one after the other.
     """
 
-    def __init__(self, graph: StepGraph, reduces_each: bool, keep_gathered: tuple[str, ...]) -> None:
+    def __init__(
+        self, graph: StepGraph, reduces_each: bool, keep_gathered: tuple[str, ...], whole_on: tuple[int, ...] = ()
+    ) -> None:
         self.graph, self.keep_gathered = graph, keep_gathered
         axis = graph.placement.axis(MICRO_BATCHES)
         restore_broadcast_sums(graph, axis)
@@ -40,7 +42,7 @@ class LoopWriter:
         self.types = MicroBatchTypes(axis, count, count if self.is_staged else count - 1)
         self.partition = LoopPartition(graph, axis)
         self.errors = MicroBatchErrors(graph.name, graph.placement.names, self.partition, self.types)
-        self.loop_carried = LoopCarried(graph, self.partition, self.types, self.errors, reduces_each)
+        self.loop_carried = LoopCarried(graph, self.partition, self.types, self.errors, reduces_each, whole_on)
         self.writer = OpWriter(graph, self.types, self.partition, self.errors)
         self.accumulators: dict[LoopResult, fx.Node] = {}  # the value of each accumulator so far
         self.results: dict[LoopResult, fx.Node] = {}  # the value of each after the last micro-batch

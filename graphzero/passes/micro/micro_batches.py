@@ -27,6 +27,7 @@ class MicroBatches(BuiltinPass):
     stage: of ZeRO.  From 2 on each micro-batch's gradient is reduced and added to this rank's part; below, what the
         ranks have added up is reduced once.
     whole_accumulators: whether it is reduced once from stage 2 on too: fewer bytes sent, more held.
+    whole_on: the pipeline stages on which it is.
     keep_gathered: names and patterns of the parameters that are gathered once, before the first micro-batch.
     Raises ConfigError for an op that needs all rows of the batch at once.
 
@@ -75,10 +76,11 @@ class MicroBatches(BuiltinPass):
 
     stage: int = 0
     whole_accumulators: bool = False
+    whole_on: tuple[int, ...] = ()
     keep_gathered: tuple[str, ...] | None = field(default=None, repr=False)
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         if MICRO_BATCHES in graph.placement.names:
             reduces_each = self.stage >= 2 and not self.whole_accumulators
-            LoopWriter(graph, reduces_each, self.keep_gathered or ()).write_program()
+            LoopWriter(graph, reduces_each, self.keep_gathered or (), self.whole_on).write_program()
         return graph

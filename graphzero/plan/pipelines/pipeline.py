@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.pipeline_parts import BACKWARD, BACKWARD_WEIGHT, PipelineProgram, ValueKey
+from graphzero.ir.pipeline_parts import BACKWARD, BACKWARD_WEIGHT, PipelineParts, PipelineProgram, ValueKey
 from graphzero.ir.storage.liveness import liveness
-from graphzero.passes import Options, Pass, Pipeline, default_passes
+from graphzero.passes import Options, Pass, Pipeline, Record, default_passes
 from graphzero.passes.stages.cut_parts import cut_parts
 from graphzero.passes.stages.stage_marks import StageMarks
 from graphzero.plan.device import Device
 from graphzero.plan.pipelines.pipeline_memory import PipelineMemory
 from graphzero.plan.pipelines.pipeline_seconds import pipeline_seconds
 from graphzero.plan.plan import PipelineEdge, PipelinePlan, Plan, is_average, plan_of
-from graphzero.plan.variants import Candidate
+from graphzero.plan.variants import Candidate, Variants, run_unverified
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.placement import Placement
 from graphzero.schedules import (
@@ -29,36 +29,58 @@ from graphzero.schedules import (
 )
 
 CUT_BEFORE = "delay_gradients"  # the first pass that runs on each part by itself
+DRAFTED_FROM = "micro_batches"  # the first pass that depends on what is chosen
 
 
-def pipelined(
-    graph: StepGraph,
-    options: Options,
-    own: Sequence[tuple[Pass, str]],
-    schedule: str | PipelineSchedule,
-    placement: Placement,
-    verifies: bool,
-) -> Candidate:
-    """The program of a captured step on pipeline stages.
+class PipelinePrograms:
+    """Programs of a captured step on pipeline stages, for a choice among them by what their ranks hold.
 
+    options: of which those that all programs have in common count.
     own: the user's passes, each with the name of the one it follows.  placement: with the axis ``pp``.
-    schedule: as ``resolve_schedule`` takes it.
+    schedule: as ``resolve_schedule`` takes it.  verifies: see ``Pipeline``.
     Raises ConfigError for a schedule that is not legal, or is for other sizes.
     """
-    stages = StageMarks(options.pipeline_stages).count
-    rows = resolve_schedule(schedule, placement.pipeline_members, options.micro_batches, stages)
-    whole = Pipeline(default_passes(options, own, until=CUT_BEFORE), verifies)
-    flat = whole(graph)
-    kinds = {single.kind for _, _, cell in rows.cells() for single in cell.computations}
-    parts = cut_parts(flat, ActionKind.BACKWARD_WEIGHT in kinds)
-    if not any(part.key.kind in (BACKWARD, BACKWARD_WEIGHT) for part in parts.parts):
-        rows = rows.forward_only()
-    for part in parts.parts:
-        rest = Pipeline(default_passes(options, own, since=CUT_BEFORE), verifies)
-        part.graph, part.history = rest(part.graph), rest.history
-    program = PipelineProgram(parts, rows, placement)
-    plan = replace(plan_of_pipeline(flat, program, options.links), stage=options.stage)
-    return Candidate(flat, whole.history, plan, pipeline=program)
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        options: Options,
+        own: Sequence[tuple[Pass, str]],
+        schedule: str | PipelineSchedule,
+        placement: Placement,
+        verifies: bool,
+    ) -> None:
+        stages = StageMarks(options.pipeline_stages).count
+        self.schedule = resolve_schedule(schedule, placement.pipeline_members, options.micro_batches, stages)
+        kinds = {single.kind for _, _, cell in self.schedule.cells() for single in cell.computations}
+        self.splits_backward = ActionKind.BACKWARD_WEIGHT in kinds
+        self.variants, self.placement = Variants(graph, own, verifies), placement
+
+    def candidate(self, options: Options) -> Candidate:
+        """The program of these options, as it runs."""
+        variants = self.variants
+        flat = variants.before(CUT_BEFORE, options)
+        parts = cut_parts(flat, self.splits_backward)
+        for part in parts.parts:
+            rest = Pipeline(default_passes(options, variants.own, since=CUT_BEFORE), variants.verifies)
+            part.graph, part.history = rest(part.graph), rest.history
+        return self._planned(flat, parts, options, variants.history)
+
+    def draft(self, options: Options) -> Candidate:
+        """The same for its plan alone: not verified, and without the user's passes from micro-batches on."""
+        flat = run_unverified(self.variants.before(DRAFTED_FROM, options), options, DRAFTED_FROM, CUT_BEFORE)
+        parts = cut_parts(flat, self.splits_backward)
+        for part in parts.parts:
+            part.graph = run_unverified(part.graph, options, CUT_BEFORE)
+        return self._planned(flat, parts, options, [])
+
+    def _planned(self, flat: StepGraph, parts: PipelineParts, options: Options, history: list[Record]) -> Candidate:
+        has_backward = any(part.key.kind in (BACKWARD, BACKWARD_WEIGHT) for part in parts.parts)
+        rows = self.schedule if has_backward else self.schedule.forward_only()
+        program = PipelineProgram(parts, rows, self.placement)
+        plan = plan_of_pipeline(flat, program, options.links)
+        plan = replace(plan, stage=options.stage, recomputed=options.recompute)
+        return Candidate(flat, history, plan, pipeline=program)
 
 
 def with_seconds(candidate: Candidate, device: Device) -> Candidate:

@@ -1,0 +1,239 @@
+"""Programs of pipeline stages that fit limits of memory: what each rank's stages hold, and what they make again.
+
+The searches are those of a program without stages, one for each member of ``pp``, on what one micro-batch computes on
+its stages; what forward leaves for backward counts once for each micro-batch in flight there.  One program is made of
+the present choices of all members, and each search is told what its member needs in it.
+
+What a member's limit then leaves is spent on sending less: parameters that are gathered once a step, not twice a
+micro-batch, and gradients that are added up whole and reduced once.  In 1F1B the last stage, with the fewest
+micro-batches in flight, has most left for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from graphzero.errors import ConfigError
+from graphzero.passes import Options
+from graphzero.passes.memory.recompute import merge_gathers
+from graphzero.passes.stages.micro_batch_program import micro_batch_program
+from graphzero.plan.budget import ANY, Budget, Limits
+from graphzero.plan.memory_candidate import MemoryCandidate, hold_most
+from graphzero.plan.memory_estimate import MemoryEstimate, Ops
+from graphzero.plan.memory_fit import (
+    Choices,
+    TriedProgram,
+    best_choice,
+    corrected,
+    follow_all,
+    recompute_choices,
+)
+from graphzero.plan.memory_search import MemorySearch
+from graphzero.plan.pipelines.pipeline import PipelinePrograms
+from graphzero.plan.pipelines.traffic_candidates import ACCUMULATORS, traffic_candidates
+from graphzero.plan.plan import format_seconds, mega
+from graphzero.plan.stage import first_fitting, gathered_once
+from graphzero.plan.variants import Candidate
+from graphzero.schedules import count_in_flight
+
+Held = frozenset[str]  # paths of parameters that stay gathered, and ACCUMULATORS
+
+
+def choose_pipeline(
+    programs: PipelinePrograms,
+    options: Options,
+    stages: Iterable[int],
+    budget: Budget | None = None,
+    activations: int | str | None = None,
+) -> Candidate:
+    """The program of a captured step on pipeline stages; arguments and errors are those of ``plan.stage.choose``.
+
+    budget, activations: of each rank.
+    """
+
+    def at_stage(options: Options, fits: bool) -> Candidate:
+        return PipelineFit(programs, gathered_once(options)).program(budget, activations, fits)
+
+    return first_fitting(at_stage, options, [*stages], budget)[1]
+
+
+class PipelineFit:
+    """The programs of these options that fit limits, for every member of ``pp``."""
+
+    def __init__(self, programs: PipelinePrograms, options: Options) -> None:
+        self.programs, self.options = programs, options
+        self.lines: list[str] = []  # what has been decided
+
+    def program(self, budget: Budget | None, activations: int | str | None, fits: bool) -> Candidate:
+        """The best program that fits, or the one of least memory; drafted alone, if it does not.
+
+        fits: whether values of forward are computed again until it fits the budget, and not only for ``activations``.
+        """
+        if budget is None and activations is None:
+            return self.programs.candidate(self.options)
+        options = self._recomputing(budget if fits else None, None if fits else activations)
+        if budget is not None:
+            draft = self.plain if options is self.options else self.programs.draft(options)
+            if draft.peak > budget.nbytes:
+                return draft
+            options = self._spending(options, draft, budget)
+        program = self.programs.candidate(options)
+        if isinstance(activations, int) and not fits:
+            self._check_activations(program, activations)
+        return program.decided(*self.lines)
+
+    @cached_property
+    def plain(self) -> Candidate:
+        """The program that holds least without computing anything again."""
+        return self.programs.draft(self.options)
+
+    # ---- what is computed again
+
+    @cached_property
+    def searches(self) -> dict[int, MemorySearch]:
+        """Of each member, the search on one micro-batch of its stages."""
+        schedule = self.programs.schedule
+        graph = self.programs.variants.before("recompute", self.options)
+        searches = {}
+        for member in range(schedule.ranks):
+            stages = schedule.stages_on(member)
+            counts = count_in_flight(schedule, member)
+            most = {stage: max(count[stage] for count in counts) for stage in stages}
+            part = micro_batch_program(graph, stages)
+            merge_gathers(part)
+            searches[member] = MemorySearch(MemoryEstimate(part, most))
+        return searches
+
+    def _recomputing(self, budget: Budget | None, activations: int | str | None) -> Options:
+        """The options with which what is limited is within its limits, or is as near as was found."""
+        limit = activations if isinstance(activations, int) else ANY
+        limits = Limits(budget.nbytes if budget is not None else ANY, limit)
+        if not isinstance(activations, str) and limits == Limits():
+            return self.options
+        if not self._has_backward:
+            return self.options
+        if isinstance(activations, str):
+            chosen = {member: search.least()[0] for member, search in self.searches.items()}
+        else:
+            plain = _needs(self.plain)
+            over = {member for member, needs in plain.items() if limits.over(*needs) > 0}
+            if not over:
+                return self.options
+            tries = {m: recompute_choices(self.searches[m], limits, plain[m]) for m in over}
+            chosen = follow_all(tries, lambda asked: _needs(self.programs.draft(self._with(asked))))
+        self.lines += [self._describe(member, ops) for member, ops in sorted(chosen.items()) if ops]
+        return self._with(chosen)
+
+    @property
+    def _has_backward(self) -> bool:
+        pipeline = self.plain.pipeline
+        return pipeline is not None and pipeline.schedule.has_backward
+
+    def _with(self, chosen: Mapping[int, Ops]) -> Options:
+        names = (name for member, ops in chosen.items() for name in self.searches[member].estimate.names_of(ops))
+        return replace(self.options, recompute=tuple(sorted(names)))
+
+    def _describe(self, member: int, ops: Ops) -> str:
+        estimate = self.searches[member].estimate
+        before, after = estimate.without_recompute, estimate.recomputing(ops)
+        stages = self.programs.schedule.stages_on(member)
+        return (
+            f"{_stages_text(stages)}: computed again in backward: {len(after.recomputed & estimate.names.keys())} of "
+            f"{len(estimate.names)} values of forward, {format_seconds(estimate.cost(after.recomputed))} a micro-"
+            f"batch; activations {mega(after.most[1])} for {mega(before.most[1])}"
+        )
+
+    def _check_activations(self, program: Candidate, activations: int) -> None:
+        assert program.plan.pipeline is not None
+        members = program.plan.pipeline.members
+        least = max(member.memory.activations for member in members)
+        if least > activations:
+            stages = next(member.stages for member in members if member.memory.activations == least)
+            raise ConfigError(
+                f"set_activation_memory({activations}): the plan of {program.plan.name} on {program.plan.placement} "
+                f"holds at least {least:,} bytes of activations on the ranks of {_stages_text(stages)}, "
+                f"{least - activations:,} too many, also where backward computes again what it can\n  What it needs is "
+                f"config.set_activation_memory({least}); to need less: a schedule with fewer micro-batches in flight, "
+                "more micro-batches (config.set_gradient_accumulation_steps(n)), or more stages"
+            )
+
+    # ---- what is sent less often
+
+    def _spending(self, options: Options, draft: Candidate, budget: Budget) -> Options:
+        """The options that spend what the budget leaves on each member."""
+        assert draft.pipeline is not None
+        graph = self.programs.variants.before("keep_gathered", options)
+        candidates = traffic_candidates(graph, draft.pipeline, options)
+        needs = _needs(draft)
+        searches = {
+            member: _holding(mine, Limits(budget.nbytes), needs[member].peak)
+            for member, mine in candidates.items()
+            if mine
+        }
+
+        def make(asked: Mapping[int, Held]) -> dict[int, TriedProgram]:
+            return _needs(self.programs.draft(self._holding(options, asked)))
+
+        chosen = follow_all(searches, make)
+        for member, held in sorted(chosen.items()):
+            self.lines.append(self._describe_held(member, candidates[member], held, budget))
+        return self._holding(options, chosen)
+
+    def _holding(self, options: Options, chosen: Mapping[int, Held]) -> Options:
+        """The options with which members hold what is chosen."""
+        if not any(chosen.values()):
+            return options
+        paths = {path for held in chosen.values() for path in held if path != ACCUMULATORS}
+        members = (member for member, held in chosen.items() if ACCUMULATORS in held)
+        whole_on = (stage for member in members for stage in self.programs.schedule.stages_on(member))
+        kept = tuple(sorted({*(options.keep_gathered or ()), *paths}))
+        return replace(options, keep_gathered=kept or options.keep_gathered, whole_on=tuple(sorted(whole_on)))
+
+    def _describe_held(self, member: int, candidates: list[MemoryCandidate], held: Held, budget: Budget) -> str:
+        gathers = [one for one in candidates if one.name != ACCUMULATORS]
+        kept = [one for one in gathers if one.name in held]
+        words = []
+        if gathers:
+            words.append(
+                f"gathered once a step: {len(kept)} of {len(gathers)} parameters, {mega(sum(x.freed for x in kept))} "
+                f"of {mega(sum(x.freed for x in gathers))}, for {format_seconds(sum(x.seconds for x in kept))} of "
+                f"{format_seconds(sum(x.seconds for x in gathers))} less"
+            )
+        for one in candidates:
+            if one.name == ACCUMULATORS:
+                how = "whole, and reduced once a step" if ACCUMULATORS in held else "in parts, and reduced each"
+                words.append(
+                    f"gradients added up {how}: whole is {mega(one.freed)} more for {format_seconds(one.seconds)} less"
+                )
+        stages = self.programs.schedule.stages_on(member)
+        return f"{_stages_text(stages)}: {'; '.join(words)}, within {mega(budget.nbytes)} per rank"
+
+
+def _stages_text(stages: tuple[int, ...]) -> str:
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+
+
+def _needs(program: Candidate) -> dict[int, TriedProgram]:
+    """What each member needs."""
+    assert program.plan.pipeline is not None
+    memories = (member.memory for member in program.plan.pipeline.members)
+    return {i: TriedProgram(memory.peak, memory.activations) for i, memory in enumerate(memories)}
+
+
+def _holding(candidates: list[MemoryCandidate], limits: Limits, peak: int) -> Choices[Held, Held]:
+    """What saves most seconds within the limit.  peak: with nothing held."""
+    total, seconds = np.array([peak], dtype=np.int64), {one.name: one.seconds for one in candidates}
+
+    def choose(limits: Limits) -> tuple[Held, int, int]:
+        held = hold_most(total, candidates, limits.total)
+        return held, peak + sum(one.freed for one in candidates if one.name in held), 0
+
+    def price(held: Held) -> tuple[float, ...]:
+        return (-sum(seconds[name] for name in held),)
+
+    tried = yield from corrected(limits, limits, Limits(peak), choose, (limits.total - peak) // 256, 0)
+    return best_choice(tried | {Held(): TriedProgram(peak, 0)}, limits, price)
