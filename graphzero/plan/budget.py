@@ -82,7 +82,7 @@ def does_not_fit(budget: Budget, tried: Sequence[Candidate], options: Options) -
         at_peak_text += f"; {len(least.recomputed)} values of forward are computed again in backward"
     advice = ["leave keep_gathered out, and the budget decides what stays gathered"] if least.kept else []
     heavy = [name for name, nbytes in at_peak if nbytes * 8 > least.memory.peak]
-    if "gradients" in heavy and not options.optimizer_in_backward:
+    if "gradients" in heavy and not options.optimizer_in_backward and not options.pipeline_stages:
         advice.append("config.set_optimizer_in_backward()")
     advice += dict.fromkeys(_advice(name, least.stage) for name in heavy)
     return ConfigError(

@@ -205,23 +205,23 @@ def follow_all(
 
     make: what each needs in the program of these choices; one that has come to its end is not among them.
     """
-    results, asked = dict[int, Result](), dict[int, Choice]()
+    results, choices = dict[int, Result](), dict[int, Choice]()
     needs: Mapping[int, TriedProgram] = {}
     active = dict(searches)
     while active:
         for key, search in list(active.items()):
             try:
-                asked[key] = search.send(needs[key]) if needs else next(search)
+                choices[key] = search.send(needs[key]) if needs else next(search)
             except StopIteration as end:
                 results[key] = end.value
                 del active[key]
-        needs = make({key: asked[key] for key in active}) if active else {}
+        needs = make({key: choices[key] for key in active}) if active else {}
     return results
 
 
 def follow(search: Choices[Choice, Result], make: Callable[[Choice], TriedProgram]) -> Result:
     """The result of one search."""
-    return follow_all({0: search}, lambda asked: {0: make(asked[0])})[0]
+    return follow_all({0: search}, lambda choices: {0: make(choices[0])})[0]
 
 
 def corrected(

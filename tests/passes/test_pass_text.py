@@ -32,6 +32,7 @@ SAMPLES: dict[str, list[Any]] = {
     "links": [(Link(1e-05, 1e9),), (Link(0.0, 3.5), Link(2.5, 1e20))],
     "micro_batches": [1, 4],
     "whole_accumulators": [False, True],
+    "whole_on": [(), (0, 3)],
     "tiles": [2, 16],
     "recompute": [(), ("gelu*", "h")],
     "pipeline_stages": [(), ("model.a@0", "model.layers.*@1", "it's")],

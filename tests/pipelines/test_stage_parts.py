@@ -218,8 +218,8 @@ def test_what_does_not_work_with_stages_says_so(monkeypatch: pytest.MonkeyPatch)
     graph(*batches(1)[0])
     with pytest.raises(ConfigError, match="does not show pipeline stages yet"):
         gz.trace(graph, *batches(1)[0])
-    graph.config.set_memory_budget(10**9)
-    with pytest.raises(ConfigError, match="pipeline stages do not work with set_memory_budget yet"):
+    graph.config.set_row_tiles(2)
+    with pytest.raises(ConfigError, match="pipeline stages do not work with set_row_tiles yet"):
         graph(*batches(1)[0])
     monkeypatch.setattr(launch, "has_fake_world", lambda: False)
     with gz.testing.fake_world(2), pytest.raises(ConfigError, match="run on virtual ranks so far"):

@@ -40,7 +40,7 @@ from graphzero.plan.stage import first_fitting, gathered_once
 from graphzero.plan.variants import Candidate
 from graphzero.schedules import count_in_flight
 
-Held = frozenset[str]  # paths of parameters that stay gathered, and ACCUMULATORS
+TrafficChoice = frozenset[str]  # paths of parameters that are gathered once a step, and ACCUMULATORS
 
 
 def choose_pipeline(
@@ -124,7 +124,7 @@ class PipelineFit:
             if not over:
                 return self.options
             tries = {m: recompute_choices(self.searches[m], limits, plain[m]) for m in over}
-            chosen = follow_all(tries, lambda asked: _needs(self.programs.draft(self._with(asked))))
+            chosen = follow_all(tries, lambda choices: _needs(self.programs.draft(self._with(choices))))
         self.lines += [self._describe(member, ops) for member, ops in sorted(chosen.items()) if ops]
         return self._with(chosen)
 
@@ -170,42 +170,44 @@ class PipelineFit:
         candidates = traffic_candidates(graph, draft.pipeline, options)
         needs = _needs(draft)
         searches = {
-            member: _holding(mine, Limits(budget.nbytes), needs[member].peak)
+            member: _traffic_choices(mine, Limits(budget.nbytes), needs[member].peak)
             for member, mine in candidates.items()
             if mine
         }
 
-        def make(asked: Mapping[int, Held]) -> dict[int, TriedProgram]:
-            return _needs(self.programs.draft(self._holding(options, asked)))
+        def make(choices: Mapping[int, TrafficChoice]) -> dict[int, TriedProgram]:
+            return _needs(self.programs.draft(self._holding(options, choices)))
 
         chosen = follow_all(searches, make)
-        for member, held in sorted(chosen.items()):
-            self.lines.append(self._describe_held(member, candidates[member], held, budget))
+        for member, choice in sorted(chosen.items()):
+            self.lines.append(self._describe_traffic(member, candidates[member], choice, budget))
         return self._holding(options, chosen)
 
-    def _holding(self, options: Options, chosen: Mapping[int, Held]) -> Options:
-        """The options with which members hold what is chosen."""
+    def _holding(self, options: Options, chosen: Mapping[int, TrafficChoice]) -> Options:
+        """The options with which members hold over all micro-batches what is chosen."""
         if not any(chosen.values()):
             return options
-        paths = {path for held in chosen.values() for path in held if path != ACCUMULATORS}
-        members = (member for member, held in chosen.items() if ACCUMULATORS in held)
+        paths = {path for choice in chosen.values() for path in choice if path != ACCUMULATORS}
+        members = (member for member, choice in chosen.items() if ACCUMULATORS in choice)
         whole_on = (stage for member in members for stage in self.programs.schedule.stages_on(member))
-        kept = tuple(sorted({*(options.keep_gathered or ()), *paths}))
-        return replace(options, keep_gathered=kept or options.keep_gathered, whole_on=tuple(sorted(whole_on)))
+        paths_once = tuple(sorted({*(options.keep_gathered or ()), *paths}))
+        return replace(options, keep_gathered=paths_once or options.keep_gathered, whole_on=tuple(sorted(whole_on)))
 
-    def _describe_held(self, member: int, candidates: list[MemoryCandidate], held: Held, budget: Budget) -> str:
+    def _describe_traffic(
+        self, member: int, candidates: list[MemoryCandidate], choice: TrafficChoice, budget: Budget
+    ) -> str:
         gathers = [one for one in candidates if one.name != ACCUMULATORS]
-        kept = [one for one in gathers if one.name in held]
+        once = [one for one in gathers if one.name in choice]
         words = []
         if gathers:
             words.append(
-                f"gathered once a step: {len(kept)} of {len(gathers)} parameters, {mega(sum(x.freed for x in kept))} "
-                f"of {mega(sum(x.freed for x in gathers))}, for {format_seconds(sum(x.seconds for x in kept))} of "
+                f"gathered once a step: {len(once)} of {len(gathers)} parameters, {mega(sum(x.freed for x in once))} "
+                f"of {mega(sum(x.freed for x in gathers))}, for {format_seconds(sum(x.seconds for x in once))} of "
                 f"{format_seconds(sum(x.seconds for x in gathers))} less"
             )
         for one in candidates:
             if one.name == ACCUMULATORS:
-                how = "whole, and reduced once a step" if ACCUMULATORS in held else "in parts, and reduced each"
+                how = "whole, and reduced once a step" if ACCUMULATORS in choice else "in parts, and reduced each"
                 words.append(
                     f"gradients added up {how}: whole is {mega(one.freed)} more for {format_seconds(one.seconds)} less"
                 )
@@ -224,16 +226,18 @@ def _needs(program: Candidate) -> dict[int, TriedProgram]:
     return {i: TriedProgram(memory.peak, memory.activations) for i, memory in enumerate(memories)}
 
 
-def _holding(candidates: list[MemoryCandidate], limits: Limits, peak: int) -> Choices[Held, Held]:
-    """What saves most seconds within the limit.  peak: with nothing held."""
+def _traffic_choices(
+    candidates: list[MemoryCandidate], limits: Limits, peak: int
+) -> Choices[TrafficChoice, TrafficChoice]:
+    """What saves most seconds within the limit.  peak: with every gather and reduction in each micro-batch."""
     total, seconds = np.array([peak], dtype=np.int64), {one.name: one.seconds for one in candidates}
 
-    def choose(limits: Limits) -> tuple[Held, int, int]:
-        held = hold_most(total, candidates, limits.total)
-        return held, peak + sum(one.freed for one in candidates if one.name in held), 0
+    def choose(limits: Limits) -> tuple[TrafficChoice, int, int]:
+        choice = hold_most(total, candidates, limits.total)
+        return choice, peak + sum(one.freed for one in candidates if one.name in choice), 0
 
-    def price(held: Held) -> tuple[float, ...]:
-        return (-sum(seconds[name] for name in held),)
+    def price(choice: TrafficChoice) -> tuple[float, ...]:
+        return (-sum(seconds[name] for name in choice),)
 
     tried = yield from corrected(limits, limits, Limits(peak), choose, (limits.total - peak) // 256, 0)
-    return best_choice(tried | {Held(): TriedProgram(peak, 0)}, limits, price)
+    return best_choice(tried | {TrafficChoice(): TriedProgram(peak, 0)}, limits, price)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,12 +23,20 @@ from graphzero.plan.plan import CATEGORIES, RESIDENT, MemoryPlan, PipelineMember
 HANDED_OVER = ("saved", "accumulator")  # kinds of placeholders that other parts fill
 
 
+class InFlight(NamedTuple):
+    """A value that is there between calls: what it lies in, the bytes of that, and what for."""
+
+    lies: object
+    nbytes: int
+    category: str
+
+
 class _PartMemory:
     """Bytes of one part on the first rank of its stage.
 
     resident: persistent placeholder -> category and bytes.  slots: bytes of each communication slot.
     made: bytes over time, by category, of what the part makes and hands over to nobody.
-    handed_over: value -> the storage it is in, if the part has made it.  nbytes, begins: of these storages.
+    handed_over: value -> the storage it is in, if the part has made it.  nbytes, begins, category: of these storages.
     passed_on: value -> the placeholder in whose storage it is.
     given: placeholder that other parts fill -> bytes, and the position of its last reader.
     """
@@ -51,6 +60,8 @@ class _PartMemory:
                 self.passed_on[key] = storage[0].name
         self.nbytes: dict[Storage, int] = {}
         self.begins: dict[Storage, int] = {}
+        self.category: dict[Storage, str] = {}
+        params = {at.roots[node][0] for node in graph.aux.values() if value.has_role(node, "param")}
         saved, spans = [], at.spans()
         for span in spans:
             node = span.storage[0]
@@ -61,6 +72,7 @@ class _PartMemory:
                 self.resident[node.name] = span.category, span.nbytes
             elif span.storage in storages:
                 self.nbytes[span.storage], self.begins[span.storage] = span.nbytes, span.begin
+                self.category[span.storage] = span.category if span.storage in params else "activations"
             elif role is None:
                 saved.append(span)
         self.made = {name: at.over_time(x for x in saved if x.category == name) for name in CATEGORIES}
@@ -89,11 +101,11 @@ class PipelineMemory:
         resident = self._resident(calls)
         left = Counter(slot for call in calls for slot in {*pipeline.slots_read(call).values()})
         left.update(slot for slot in pipeline.returned if pipeline.member_of(slot[0].stage) == member)
-        in_flight: dict[Slot, tuple[object, int]] = {}  # what it lies in, and its bytes
+        in_flight: dict[Slot, InFlight] = {}
         accumulators = set(pipeline.parts.accumulators)
         for call in calls:
             over = self._over_time(call, in_flight, left, accumulators, resident)
-            yield call, over, sum(dict(in_flight.values()).values())
+            yield call, over, sum({one.lies: one.nbytes for one in in_flight.values()}.values())
 
     def _member(self, member: int) -> PipelineMember:
         pipeline, calls = self.pipeline, self.pipeline.calls_on(member)
@@ -138,7 +150,7 @@ class PipelineMemory:
     def _over_time(
         self,
         call: PartCall,
-        in_flight: dict[Slot, tuple[object, int]],
+        in_flight: dict[Slot, InFlight],
         left: Counter[Slot],
         accumulators: set[ValueKey],
         resident: dict[str, int],
@@ -147,29 +159,29 @@ class PipelineMemory:
         memory, slots = self.parts[call.part], self.pipeline.slots_read(call)
         over = {name: memory.made[name] + resident.get(name, 0) for name in CATEGORIES}
 
-        def add(slot: Slot, nbytes: int, begin: int, end: int) -> None:
-            name = "accumulators" if slot[0] in accumulators else "activations"
+        def add(name: str, nbytes: int, begin: int, end: int) -> None:
             over[name] = over[name] + memory.bytes_between(nbytes, begin, end)
 
         for name, slot in slots.items():  # received, or begun to be added up
-            in_flight.setdefault(slot, (slot, memory.given[name][0]))
+            category = "accumulators" if slot[0] in accumulators else "activations"
+            in_flight.setdefault(slot, InFlight(slot, memory.given[name][0], category))
         left.subtract({*slots.values()})
         ends: dict[object, int] = {}  # of what goes within this call, when its last reader has run
-        for slot, (lies, _) in in_flight.items():
+        for slot, (lies, _, _) in in_flight.items():
             read = max((memory.given[name][1] for name, other in slots.items() if other == slot), default=-1)
             ends[lies] = max(ends.get(lies, -1), memory.count - 1 if left[slot] else read)
         passed_on = {self.pipeline.slot(key, call.micro_batch): name for key, name in memory.passed_on.items()}
         kept_on = {slot: in_flight[slots[name]] for slot, name in passed_on.items() if left[slot] and name in slots}
-        ends |= {lies: memory.count - 1 for lies, _ in kept_on.values()}
-        for slot, lies, nbytes in {lies: (slot, lies, nbytes) for slot, (lies, nbytes) in in_flight.items()}.values():
-            if ends[lies] >= 0:
-                add(slot, nbytes, 0, ends[lies])
+        ends |= {one.lies: memory.count - 1 for one in kept_on.values()}
+        for one in {one.lies: one for one in in_flight.values()}.values():
+            if ends[one.lies] >= 0:
+                add(one.category, one.nbytes, 0, ends[one.lies])
         for storage, nbytes in memory.nbytes.items():
-            add((ValueKey("", 0), 0), nbytes, memory.begins[storage], memory.count - 1)
+            add(memory.category[storage], nbytes, memory.begins[storage], memory.count - 1)
         for slot in [slot for slot in in_flight if not left[slot]]:
             del in_flight[slot]
         in_flight |= kept_on
         for key, storage in memory.handed_over.items():
             if left[slot := self.pipeline.slot(key, call.micro_batch)]:
-                in_flight[slot] = (call, storage), memory.nbytes[storage]
+                in_flight[slot] = InFlight((call, storage), memory.nbytes[storage], memory.category[storage])
         return over
