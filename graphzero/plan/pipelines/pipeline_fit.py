@@ -55,8 +55,12 @@ def choose_pipeline(
     budget, activations: of each rank.
     """
 
+    by_stage: dict[int, PipelineFit] = {}
+
     def at_stage(options: Options, fits: bool) -> Candidate:
-        return PipelineFit(programs, gathered_once(options)).program(budget, activations, fits)
+        if options.stage not in by_stage:
+            by_stage[options.stage] = PipelineFit(programs, gathered_once(options))
+        return by_stage[options.stage].program(budget, activations, fits)
 
     return first_fitting(at_stage, options, [*stages], budget)[1]
 
@@ -73,6 +77,7 @@ class PipelineFit:
 
         fits: whether values of forward are computed again until it fits the budget, and not only for ``activations``.
         """
+        self.lines = []
         if budget is None and activations is None:
             return self.programs.candidate(self.options)
         options = self._recomputing(budget if fits else None, None if fits else activations)
@@ -239,5 +244,8 @@ def _traffic_choices(
     def price(choice: TrafficChoice) -> tuple[float, ...]:
         return (-sum(seconds[name] for name in choice),)
 
-    tried = yield from corrected(limits, limits, Limits(peak), choose, (limits.total - peak) // 256, 0)
-    return best_choice(tried | {TrafficChoice(): TriedProgram(peak, 0)}, limits, price)
+    every = frozenset(seconds)  # buckets that are not there may be more than what stays
+    tried = {TrafficChoice(): TriedProgram(peak, 0), every: (yield every)}
+    if limits.over(*tried[every]) > 0:
+        tried |= yield from corrected(limits, limits, Limits(peak), choose, (limits.total - peak) // 256, 0)
+    return best_choice(tried, limits, price)
