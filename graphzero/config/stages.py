@@ -71,6 +71,11 @@ def read_auto_stages(count: Any, device: Any, placement: Placement) -> AutoStage
     return AutoStages(count, Device.named(os.fspath(device)))
 
 
+def clear_stages(config: Any) -> None:
+    """Forget what a Graph's config says of stages: for a step that is captured first and put on stages later."""
+    config._set(stages=(), auto_stages=None)
+
+
 def _check_axis(placement: Placement) -> None:
     if PIPELINE not in placement.names:
         raise ConfigError(

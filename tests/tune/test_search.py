@@ -216,7 +216,7 @@ def test_the_command_prints_a_table_and_lines_to_paste(command):
     assert "column model.layers.0.weight S(0), along model.layers.0.bias S(0), row model.layers.2.weight S(1)" in out
     assert re.search(r"^1  dp=", out, re.MULTILINE)
     assert 'placement = gz.placement("cpu"' in out
-    assert "pipeline stages, which are not built" in out
+    assert "pipeline stages; --pipeline 1,2,4 tries them" in out
 
 
 def test_splits_that_the_user_has_made_are_kept_on_the_grid_that_is_said(command):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from graphzero.capture import Captured
 from graphzero.config import Settings
+from graphzero.config.stages import clear_stages, list_planned_modules, resolve_marks
 from graphzero.errors import ConfigError
 from graphzero.graph import Graph
 from graphzero.ir import value
@@ -37,6 +38,8 @@ class CapturedStep:
 
     graph: captured, for ``graph.placement``.  placed: how what it reads lies there.  settings: the user's own.
     rows: of the global batch.  names: attribute of the Graph -> the names of its parameters and buffers, ties included.
+    marks, planned_modules: of pipeline stages, as ``program_of`` takes them.  auto_line: sets stages that the user has
+    not set.
     """
 
     captured: Captured = field(repr=False)
@@ -45,6 +48,9 @@ class CapturedStep:
     settings: Settings = field(repr=False)
     rows: int
     names: Mapping[str, tuple[str, ...]] = field(repr=False)
+    marks: tuple[str, ...] = ()
+    planned_modules: tuple[str, ...] = ()
+    auto_line: str = ""
 
     @property
     def placement(self) -> Placement:
@@ -81,19 +87,22 @@ class CapturedStep:
         return self.placement.axis(self.placement.data_axes[0]) if name.startswith("dp") else None
 
     def program(self, placement: Placement, splits: Mapping[str, Sbp], settings: Settings) -> Candidate:
-        """The program that a Graph with these ranks, splits and settings compiles to.
+        """The program that a Graph with these ranks, ``pp`` among their axes, splits and settings compiles to.
 
         It is made to be priced, and not verified.  Raises ConfigError for settings that it cannot have.
         """
-        graph, placed = self.on(placement, splits)
-        return program_of(graph, settings, placed, None, verifies=False)
+        graph, placed = self.on(placement.without_pipeline(), splits)
+        marks = self.marks if settings.stages else ()
+        return program_of(graph, settings, placed, None, False, marks, placement, self.planned_modules)
 
 
 def captured_step(graph: Graph, example: tuple[Any, ...]) -> CapturedStep:
     """The step of a Graph for such arguments, which are what one rank passes.
 
-    Raises what ``graph.compile`` does.
+    It is captured without the Graph's pipeline stages, which are layouts' to have.  Raises what ``graph.compile`` does.
     """
+    settings = graph.config.settings
+    clear_stages(graph.config)
     with graph.prepared_call(f"tuning of {graph.name}", example, {}) as prepared:
         call, program = prepared.call, prepared.program
         step, placed = prepare_for_passes(call, program.captured)
@@ -109,7 +118,9 @@ def captured_step(graph: Graph, example: tuple[Any, ...]) -> CapturedStep:
         )
         for attribute, module in modules.items()
     }
-    return CapturedStep(program.captured, placed, step, call.settings, rows, names)
+    own = replace(call.settings, stages=settings.stages, auto_stages=settings.auto_stages)
+    marks, planned = resolve_marks(settings.stages, modules), tuple(list_planned_modules(modules))
+    return CapturedStep(program.captured, placed, step, own, rows, names, marks, planned)
 
 
 def with_rows(example: tuple[Any, ...], rows: int) -> tuple[Any, ...]:

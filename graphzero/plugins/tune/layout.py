@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
 import numpy as np
 
 from graphzero.config import Settings
 from graphzero.config.zero import ALL, ZeroSettings
-from graphzero.sbp.placement import Placement
+from graphzero.sbp.placement import PIPELINE, Placement
 
 TENSOR = "tp"  # the axis over which weights are split
 REPLICATE, SHARD = "dp_replicate", "dp_shard"  # data axes over hosts and within one, of hybrid sharding
@@ -23,7 +24,8 @@ STAGES = (0, 1, 2, 3)
 class Layout:
     """One layout of a step on ranks.
 
-    axes: (name, ranks) of each placement axis, outermost first.  stage: of ZeRO, over all data axes, or over the last
+    axes: (name, ranks) of each placement axis, outermost first; ``pp`` among them for pipeline stages, of which
+    ``members`` is the number of ranks.  stage: of ZeRO, over all data axes, or over the last
     of them if ``hybrid``.  micro_batches: in which each rank computes its share.  keep_gathered: whether what forward
     gathers stays until backward has read it.  recompute: whether backward computes again what lies between the segments
     of forward.  early: whether the optimizer steps while backward runs.
@@ -36,6 +38,20 @@ class Layout:
     recompute: bool = False
     early: bool = False
     hybrid: bool = False
+
+    @property
+    def members(self) -> int:
+        """Ranks along ``pp``; 1 without pipeline stages."""
+        return dict(self.axes).get(PIPELINE, 1)
+
+    @property
+    def ranks(self) -> int:
+        return prod(n for _, n in self.axes)
+
+    @property
+    def stage_axes(self) -> tuple[tuple[str, int], ...]:
+        """The axes on which the ranks of one pipeline stage are."""
+        return tuple(axis for axis in self.axes if axis[0] != PIPELINE)
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
@@ -51,7 +67,7 @@ class Layout:
     @property
     def tensor_axis(self) -> str:
         """The axis over which weights are split: the last one, if it is not for data; "" for none."""
-        name = self.axes[-1][0]
+        name = self.stage_axes[-1][0]
         return "" if name.startswith("dp") else name
 
     @property
@@ -76,7 +92,9 @@ class Layout:
             activation_memory=CHECKPOINT if self.recompute else None,
             optimizer_in_backward=self.early,
             memory_budget=None,
-            links=own.links if len(own.links) == len(self.axes) else (),
+            links=own.links if len(own.links) == len(self.stage_axes) else (),
+            stages=own.stages if self.members > 1 else (),
+            auto_stages=own.auto_stages if self.members > 1 else None,
         )
 
     def lines(self, own: Settings) -> list[str]:
@@ -120,12 +138,19 @@ class Layout:
             yield replace(self, early=early, recompute=recompute)
 
 
-def axes_of(ranks: int, rows: int, tensor: tuple[int, ...]) -> list[tuple[tuple[str, int], ...]]:
-    """The data x tensor grids of so many ranks over which so many rows divide; ``tensor``: sizes of the axis ``tp``."""
+def axes_of(
+    ranks: int, rows: int, tensor: tuple[int, ...], pipeline: tuple[int, ...] = (1,)
+) -> list[tuple[tuple[str, int], ...]]:
+    """The data x tensor grids of so many ranks over which so many rows divide, and the same within pipeline stages.
+
+    tensor, pipeline: sizes of the axes ``tp`` and ``pp``.
+    """
     grids: list[tuple[tuple[str, int], ...]] = []
-    for split in tensor:
-        if ranks % split == 0 and rows % (ranks // split) == 0:
-            grids.append((("dp", ranks // split), *([(TENSOR, split)] if split > 1 else [])))
+    for members, split in product(pipeline, tensor):
+        data, over = divmod(ranks, members * split)
+        if not over and data and rows % data == 0:
+            outer, inner = ((PIPELINE, members),), ((TENSOR, split),)
+            grids.append((*(outer if members > 1 else ()), ("dp", data), *(inner if split > 1 else ())))
     return grids
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from graphzero.errors import ConfigError
 from graphzero.plan import Plan
 from graphzero.plan.device import Device
+from graphzero.plan.pipelines.pipeline_timeline import pipeline_timeline
 from graphzero.plan.timeline import Timeline, timeline
 from graphzero.plugins.tune.captured_step import CapturedStep
 from graphzero.plugins.tune.layout import Layout
@@ -46,8 +46,7 @@ def price(step: CapturedStep, layout: Layout, splits: Mapping[str, Sbp], device:
 
     Raises ConfigError where the settings cannot be had.
     """
-    settings = layout.settings(step.settings)
-    if settings.stages or settings.auto_stages is not None:
-        raise ConfigError("graphzero tune does not choose among pipeline stages yet\n  Leave out config.set_stage")
-    program = step.program(layout.placement(device.type), splits, settings)
+    program = step.program(layout.placement(device.type), splits, layout.settings(step.settings))
+    if program.pipeline is not None:
+        return Price(layout, splits, program.plan, pipeline_timeline(program.pipeline, device))
     return Price(layout, splits, program.plan, timeline(program.graph, device))

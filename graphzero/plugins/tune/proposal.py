@@ -106,7 +106,7 @@ def _kinds(
     step: CapturedStep, layout: Layout, device: Device, wanted: Collection[frozenset[tuple[str, Sbp]]] = ()
 ) -> list[Kind]:
     """The kinds of groups that may be worth it: those that promise most together, then the others; and ``wanted``."""
-    graph, _ = step.on(layout.placement(device.type), {})
+    graph, _ = step.on(layout.placement(device.type).without_pipeline(), {})
     promised = _Promise(graph.placement, device, _dtype(step, graph))
     alike: dict[frozenset[tuple[str, Sbp]], list[WeightGroup]] = {}
     for group in groups(graph, len(graph.placement.names) - 1):

@@ -23,9 +23,8 @@ WHAT = {"parameters": "parameters", "gradients": "gradients", "other": "activati
 def report(result: SearchResult, step: CapturedStep, device: Device, what: str, top: int) -> str:
     """The whole report. At least one layout fits."""
     shown = result.fitting[:top]
-    ranks = step.placement.size
     lines = [
-        f"{what} on {ranks} x {device.name}, {step.rows} rows a step, at most {mega(result.room)} a rank",
+        f"{what} on {result.ranks} x {device.name}, {step.rows} rows a step, at most {mega(result.room)} a rank",
         "",
         *_splits(result, step),
         *_table(shown),
@@ -66,6 +65,7 @@ def why(worse: Price, better: Price) -> str:
         (update, _update(worse, better), "updates less on a rank"),
         (waits, _waits(worse, better), "waits less for transfers"),
         (host, "waits for the host, which starts more ops", "waits less for the host"),
+        (worse.time.idle - better.time.idle, "waits for other pipeline stages", "waits less for other pipeline stages"),
     ]
     more = [f"{words} (+{_ms(spent)})" for spent, words, _ in sorted(parts, reverse=True) if spent > SAID * total]
     less = [f"{words} (-{_ms(-spent)})" for spent, _, words in sorted(parts) if -spent > SAID * total]
@@ -133,7 +133,8 @@ def _signed(nbytes: float) -> str:
 
 def _left_out(result: SearchResult) -> list[str]:
     lines = [f"{result.priced} layouts were priced, {len(result.fitting)} of them fit"]
-    lines.append("  left out: pipeline stages, which are not built")
+    if all(one.layout.members == 1 for one in (*result.fitting, *result.too_large)):
+        lines.append("  left out: pipeline stages; --pipeline 1,2,4 tries them")
     for reason, count in result.left_out.items():
         at_least = f": at best {_ms(result.least[reason])}" if reason in result.least else ""
         lines.append(f"  left out: {count} {reason}{at_least}")
@@ -155,6 +156,7 @@ def lines_of(one: Price, step: CapturedStep, device_type: str) -> list[str]:
             inside = [f"    {pattern!r}: ({whole}{sbp})," for pattern, sbp in by_pattern.items()]
             head = f"self.{attribute} = gz.to_global(self.{attribute}, placement=placement, sbp={{"
             lines += [head.replace("'", '"'), *(line.replace("'", '"') for line in inside), "})"]
+    lines += [step.auto_line] if step.auto_line and one.layout.members > 1 else []
     return lines + [f"self.config.{line}" for line in one.layout.lines(step.settings)]
 
 
@@ -177,7 +179,7 @@ def _placement(layout: Layout, device_type: str) -> str:
 
 def does_not_fit(result: SearchResult, step: CapturedStep, device: Device) -> str:
     """Report that nothing fits, by how much, and what would fit."""
-    machine = f"{step.placement.size} x {device.name}"
+    machine = f"{result.ranks} x {device.name}"
     if result.states is None:
         reasons = [f"  {what}: {reason}" for what, reason in result.refused.items()]
         return "\n".join([f"nothing is left on {machine} for {step.rows} rows a step", *reasons])

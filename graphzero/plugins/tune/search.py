@@ -40,10 +40,11 @@ class SearchResult:
     fitting: the layouts that fit, fastest first.  too_large: those that do not, the smallest first.
     left_out: why -> how many were not priced.  least: why -> seconds that none of these can undercut.
     states: the least bytes of parameters and optimizer states of a layout, and which one.
-    proposals: of the grids that split weights.  refused: grid or layout -> why it cannot be had.
+    proposals: of the grids that split weights.  refused: grid or layout -> why it cannot be had.  ranks: of all grids.
     """
 
     room: int
+    ranks: int = 0
     fitting: list[Price] = field(default_factory=list)
     too_large: list[Price] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
@@ -65,6 +66,10 @@ def _uneven(rows: int, data: int) -> str:
         f"they do not divide the {rows} rows of the batch: {data} x {each} leaves {over} over; "
         f"{' or '.join(map(str, near))} rows would do"
     )
+
+
+def _grid_text(axes: Axes) -> str:
+    return str(Layout(axes)).partition(",")[0]
 
 
 class Search:
@@ -90,6 +95,7 @@ class Search:
 
     def rank_layouts(self, grids: Sequence[Axes], uneven: Sequence[int] = ()) -> SearchResult:
         """Price what is worth it.  uneven: numbers of data ranks that do not divide the rows of a step."""
+        self.result.ranks = Layout(grids[0]).ranks
         for data in uneven:
             self.result.refused[f"{data} data ranks"] = _uneven(self.step.rows, data)
         for axes in grids:
@@ -127,7 +133,16 @@ class Search:
             self._add(more)
 
     def _plainest(self, axes: Axes) -> Price | None:
-        """The plainest layout of a grid with the splits that are proposed for it; None where there are none."""
+        """The plainest layout of a grid with the splits that are proposed for it; None where it cannot be had."""
+        try:
+            return self._plainest_of(axes)
+        except ConfigError as error:
+            if Layout(axes).members == 1:
+                raise
+            self.result.refused[_grid_text(axes)] = str(error).splitlines()[0]
+            return None
+
+    def _plainest_of(self, axes: Axes) -> Price | None:
         layout, results = Layout(axes), self.result
         if not layout.tensor_axis or self.step.weights_axes:
             self.report(f"{layout}")
@@ -140,7 +155,7 @@ class Search:
             proposal = propose_like(self.step, layout, self.device, first)
         results.proposals[axes] = proposal
         if not proposal.kinds:
-            results.refused[str(Layout(axes)).partition(",")[0]] = "no weight is worth splitting"
+            results.refused[_grid_text(axes)] = "no weight is worth splitting"
             return None
         return proposal.plain
 
