@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from graphs import TrainGraph
 from staged import Net, batches, cross_entropy, placement, tensors_of
 from torch import Tensor, nn
@@ -95,36 +94,49 @@ def test_cuts_are_those_of_trying_all(seed: int) -> None:
 def test_parameters_are_evened_out_and_the_plan_says_how() -> None:
     of_layer, of_first, of_head = 8 * 2 + 8 * 12 + 12 + 12 * 8 + 8, 5 * 8 + 8, 8 * 5 + 5
     line = decision(auto_graph(Net()))
-    sums = f"parameters {of_first + 2 * of_layer} / {2 * of_layer + of_head}"
+    sums = f"parameters read {of_first + 2 * of_layer} / {2 * of_layer + of_head}"
     assert line == f'set_stage("auto"): 0: model.first, model.layers.0-1; 1: model.layers.2-3, model.head; {sums}'
     assert decision(auto_graph(Net())) == line
 
 
-class Uneven(nn.Module):
-    """A table of many parameters and no arithmetic, and layers of few parameters."""
-
+class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(1000, 8)
         self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(self.table(x))  # type: ignore[no-any-return]
+        return self.layers(self.table(x)).mean(1)  # type: ignore[no-any-return]
+
+
+def test_of_a_table_the_rows_that_are_looked_up_count() -> None:
+    line = decision(auto_graph(Table()), torch.randint(1000, (16, 3)), torch.randint(8, (16,)))
+    rows, layer = 16 * 3 // 8, 8 * 8 + 8  # of a micro-batch on a rank
+    sums = f"parameters read {rows * 8 + 2 * layer} / {2 * layer}"
+    assert line == f'set_stage("auto"): 0: model.table, model.layers.0-1; 1: model.layers.2-3; {sums}'
+
+
+class Pooled(nn.Module):
+    """Small layers of long sequences, and larger ones of their means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 8))
+        self.large = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.large(self.small(x.unsqueeze(1).expand(-1, 32, -1)).mean(1))  # type: ignore[no-any-return]
 
 
 def test_with_a_device_seconds_are_evened_out() -> None:
-    batch = torch.randint(1000, (16, 3)), torch.randint(8, (16, 3))
-
-    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-
-    by_parameters = decision(auto_graph(Uneven(), loss_fn=loss_fn), *batch)
-    assert stages_in(by_parameters) == ["0: model.table", "1: model.layers.0-3"]
-    by_seconds = decision(auto_graph(Uneven(), loss_fn=loss_fn, device=SLOW), *batch)
-    assert stages_in(by_seconds) == ["0: model.table, model.layers.0-1", "1: model.layers.2-3"]
-    rows, forward_and_backward = 16 * 3 / 2, 2 * (8 * 8) * 3
-    milliseconds = 2 * rows * forward_and_backward / 1e6 * 1e3
-    assert by_seconds.endswith(f"seconds on slow {milliseconds:.2f} ms / {milliseconds:.2f} ms")
+    by_parameters = decision(auto_graph(Pooled()))
+    assert stages_in(by_parameters) == ["0: model.small.0-1, model.large.0", "1: model.large.1"]
+    by_seconds = decision(auto_graph(Pooled(), device=SLOW))
+    assert stages_in(by_seconds) == ["0: model.small.0", "1: model.small.1, model.large.0-1"]
+    rows = 16 / 2
+    first = 2 * rows * 32 * 5 * 8 * 2  # forward, and the gradient of the weight
+    rest = 2 * rows * (32 * 8 * 8 + 8 * 64 + 64 * 5) * 3
+    assert by_seconds.endswith(f"seconds on slow {first / 1e3:.2f} ms / {rest / 1e3:.2f} ms")
 
 
 @pytest.mark.parametrize(
@@ -321,13 +333,13 @@ def language_loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(input_ids=x, labels=x).loss  # type: ignore[no-any-return]
 
 
-def trained(model: nn.Module, pp: int, **options: Any) -> tuple[list[Tensor], TrainGraph]:
+def trained(model: nn.Module, pp: int, stage: int = 2, **options: Any) -> tuple[list[Tensor], TrainGraph]:
     model = copy.deepcopy(model)
     if pp:
-        graph = auto_graph(model, pp, loss_fn=language_loss, clip=1.0, stage=2, **options)
+        graph = auto_graph(model, pp, loss_fn=language_loss, clip=1.0, stage=stage, **options)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        graph = TrainGraph(model, language_loss, optimizer, clip=1.0, stage=2, micro_batches=4, **options)
+        graph = TrainGraph(model, language_loss, optimizer, clip=1.0, stage=stage, micro_batches=4, **options)
     torch.manual_seed(3)
     return tensors_of(([graph(x) for x in tokens()], graph.full_state_dict())), graph
 
@@ -338,8 +350,8 @@ CUTS = {
         "1: model.model.layers.2, model.model.norm, model.lm_head",
     ],
     gpt2: [
-        "0: model.transformer.wte, model.transformer.wpe, model.transformer.h.0",
-        "1: model.transformer.h.1-2, model.transformer.ln_f, model.lm_head",
+        "0: model.transformer.wte, model.transformer.wpe, model.transformer.h.0-1",
+        "1: model.transformer.h.2, model.transformer.ln_f, model.lm_head",
     ],
     t5: [
         "0: model.encoder.embed_tokens, model.decoder.embed_tokens, model.encoder.block.0-1, "
@@ -361,6 +373,14 @@ def test_models_of_transformers_compute_what_they_compute_without_stages(make: C
         assert len(stages) == pp
         if pp == 2:
             assert stages == CUTS[make]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_tied_weight_is_cast_on_the_stage_that_has_it(stage: int) -> None:
+    model, results = gpt2(tied=True), []
+    for pp in (0, 2):
+        results.append(trained(model, pp, stage=stage, dtype=torch.bfloat16)[0])
+    assert all(torch.allclose(*pair, rtol=0, atol=1e-3) for pair in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("make", [gpt2, t5])

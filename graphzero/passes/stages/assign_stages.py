@@ -125,7 +125,8 @@ class _Assignment:
         backward = [node for node in computed if value.phase_of(node) == "backward"]
         self.needed = self._needed_stages(backward)
         for node in backward:
-            if self._marked_stage(node) is not None or self.gradients & {*node.all_input_nodes}:
+            is_placed = self._marked_stage(node) is not None and not value.has_role(node, "param")  # its 16-bit cast
+            if is_placed or self.gradients & {*node.all_input_nodes}:
                 self.gradients.add(node)
             self.stages[node] = self._backward_stage(node)
         self._settle_saved(backward)

@@ -1,7 +1,7 @@
 """The stages of ``set_stage("auto")``: contiguous cuts of the modules that build calls, so that no stage is slow.
 
 With a device these are the cuts whose slowest stage computes forward and backward in the fewest planned seconds;
-without one, those of which the most parameters that a stage reads are fewest.
+without one, those whose stages read the fewest parameters at most.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def choose_stages(
             "  Take fewer stages, or mark modules within them: config.set_stage(module, stage)"
         )
     pinned = _pinned_stages(units, options.pipeline_stages)
-    costs, nbytes, device = units.count_parameters(), [], request.device
+    nbytes, device = [], request.device
+    costs = [sum(read.values()) for read in units.read_elements()]
     if device is not None or request.nbytes is not None:
         draft = _draft(graph, options, own, units)
         if device is not None:
@@ -118,10 +119,13 @@ def _sum_by_unit(draft: Liveness, units: StageUnits, amounts: Iterable[tuple[fx.
 
 
 def _node_seconds(draft: Liveness, device: Device) -> Iterator[tuple[fx.Node, float]]:
-    """What the ops of forward and backward take, for all micro-batches."""
+    """What the ops of forward and backward take: for all micro-batches, without what comes before and behind them."""
+    has_body = any(map(value.repeats_of, draft.nodes))
     for node in draft.nodes:
-        if node.target is not MOVE and value.phase_of(node) in ("forward", "backward"):
-            yield node, seconds_of(draft, node, device) * (value.repeats_of(node) or 1)
+        repeats = value.repeats_of(node) if has_body else 1
+        if node.target is not MOVE and value.phase_of(node) in ("forward", "backward") and repeats:
+            seconds = seconds_of(draft, node, device)
+            yield node, repeats * max(seconds - (device.call if device.runs_ahead else 0.0), 0.0)
 
 
 def _state_bytes(draft: Liveness) -> Iterator[tuple[fx.Node, float]]:
@@ -137,7 +141,7 @@ def _describe(units: StageUnits, stages: Sequence[int], costs: Sequence[float], 
         texts.append(f"{stage}: {', '.join(_join_entries([path for _, unit, _ in entries for path in unit]))}")
         total = sum(cost for _, _, cost in entries)
         totals.append(f"{total:,.0f}" if device is None else format_seconds(total))
-    what = "parameters" if device is None else f"seconds on {device.name}"
+    what = "parameters read" if device is None else f"seconds on {device.name}"
     return f"{AUTO_STAGES}: {'; '.join(texts)}; {what} {' / '.join(totals)}"
 
 

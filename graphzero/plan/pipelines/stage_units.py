@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from torch import fx
 
@@ -17,6 +18,7 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.passes.stages.stage_marks import StageMarks
 from graphzero.plan.plan import is_average
+from graphzero.plan.seconds import READS_PLACES
 
 Unit = tuple[str, ...]  # paths of modules that are on one stage
 
@@ -98,9 +100,9 @@ class StageUnits:
                 self.unit_of_node.get(x) not in (None, marked) for x in node.all_input_nodes if x not in self.params_of
             )
         }
-        params, joined = self.list_parameters(), dict[int, Unit]()
+        params, joined = self.read_elements(), dict[int, Unit]()
         for i, unit in enumerate(self.units):
-            homes = [home for home in joined if i not in reading and params[i] <= params[home]]
+            homes = [home for home in joined if i not in reading and params[i].keys() <= params[home].keys()]
             joined[homes[0] if homes else i] = (*(joined[homes[0]] if homes else ()), *unit)
         return StageUnits(self.graph, tuple(joined.values()))
 
@@ -111,17 +113,23 @@ class StageUnits:
             if (marked := marks.stage_of(value.module_of(node))) is not None:
                 yield node, marked
 
-    def list_parameters(self) -> list[set[fx.Node]]:
-        """The parameters that each unit reads."""
-        params: list[set[fx.Node]] = [set() for _ in self.units]
-        for node, unit in self.unit_of_node.items():
-            if node not in self.params_of:
-                params[unit or 0].update(param for x in node.all_input_nodes for param in self.params_of.get(x, ()))
-        return params
+    def read_elements(self) -> list[dict[fx.Node, float]]:
+        """Of each unit, the parameters that it reads -> how many elements a micro-batch of a rank reads.
 
-    def count_parameters(self) -> list[float]:
-        """Elements of the parameters that each unit reads: of one that several read, for each."""
-        return [float(sum(value.tensor_type(param).numel for param in params)) for params in self.list_parameters()]
+        Of a table in which it looks things up these are the rows that it finds, or the whole table.
+        """
+        placement, read = self.graph.placement, [dict[fx.Node, float]() for _ in self.units]
+        rows = prod(placement.hierarchy[placement.axis(name)] for name in placement.batch_axes)
+        for node, unit in self.unit_of_node.items():
+            if node in self.params_of:
+                continue
+            for x in node.all_input_nodes:
+                for param in self.params_of.get(x, ()):
+                    elements = float(value.tensor_type(param).numel)
+                    if node.target in READS_PLACES and x is node.args[0]:
+                        elements = min(elements, value.tensor_type(node).numel / rows)
+                    read[unit or 0][param] = max(elements, read[unit or 0].get(param, 0.0))
+        return read
 
 
 def _params_of(graph: StepGraph) -> dict[fx.Node, frozenset[fx.Node]]:
