@@ -38,7 +38,8 @@ class PipelineSchedule:
         """The schedule of rows that a user gives, in Actions or in their text; "" is an idle cell.
 
         What is not given is read from the rows: the highest stage and micro-batch, and the rank of each stage, which is
-        the one with most of its actions.  ``check_schedule`` says whether the rest agrees with it.
+        the one with most of its actions.  ``check_schedule`` says whether the rest agrees with it.  Rows of forward
+        actions alone are those of evaluation.
         """
         parsed = tuple(
             tuple(_parse_cell(cell, row, column) for column, cell in enumerate(cells)) for row, cells in enumerate(rows)
@@ -57,7 +58,8 @@ class PipelineSchedule:
         if absent is not None:
             raise ScheduleError(f"no row runs stage {absent}, of {stages} stages: expected its actions in one row")
         stage_ranks = tuple(rows_of[stage].most_common(1)[0][0] for stage in range(stages))
-        return cls(parsed, stage_ranks, micro_batches, name)
+        has_backward = any(action.kind is not ActionKind.FORWARD for _, action in computations)
+        return cls(parsed, stage_ranks, micro_batches, name, has_backward)
 
     @property
     def ranks(self) -> int:

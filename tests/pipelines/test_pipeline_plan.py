@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from graphs import TrainGraph
 from staged import Net, batches, cross_entropy, placement, staged_graph, stages_of
 from storages import Storages
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import graphzero as gz
@@ -35,6 +36,32 @@ def test_messages_are_the_activations_of_a_micro_batch_and_their_gradients() -> 
     expected = [(i, i + 1) for i in range(3)] + [(i + 1, i) for i in range(3)]
     assert sorted((edge.source, edge.target) for edge in plan.edges) == sorted(expected)
     assert {(edge.bytes, edge.messages) for edge in plan.edges} == {(rows * features * nbytes, 8)}
+
+
+class Skipping(nn.Module):
+    """A value of stage 0 that stage 2 reads too; gradients are added on stage 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        return self.c(self.b(h)) * h[:, :1]
+
+
+def test_a_value_that_skips_a_stage_has_an_edge_of_its_own() -> None:
+    marks = {"model.a": 0, "model.b": 1, "model.c": 2}
+    graph = staged_graph(
+        Skipping(), marks, placement(3, 2), loss_fn=lambda m, x, y: F.cross_entropy(m(x), y), micro_batches=4
+    )
+    graph.compile(*batches(1)[0])
+    plan = graph.plan.pipeline
+    assert plan is not None
+    edges = {(edge.source, edge.target): edge.bytes for edge in plan.edges}
+    assert len(plan.edges) == 5 and edges.keys() == {(0, 1), (0, 2), (1, 2), (2, 1), (1, 0)}
+    assert edges[0, 1] == edges[1, 2] == edges[0, 2] == 2 * 8 * 4  # rows, features
+    assert "stage 0 -> 2: 4 messages of 64 B" in str(graph.plan)
 
 
 def test_1f1b_keeps_fewer_micro_batches_than_gpipe_and_the_last_stage_one() -> None:

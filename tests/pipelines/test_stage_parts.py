@@ -250,3 +250,15 @@ def test_a_call_that_fails_in_the_middle_leaves_the_step_as_it_was() -> None:
     expected.compile(*batch)
     expected.load_state_dict(graph.full_state_dict())
     assert all(map(torch.equal, graph(*batch), expected(*batch)))
+
+
+def test_an_error_names_the_rank_of_its_stage() -> None:
+    for shape, names, rank in (((2, 2), ("pp", "dp"), 3), ((2, 2), ("dp", "pp"), 3)):
+        graph = staged_graph(Net(), stages_of(4, 2), placement(*shape, names=names), micro_batches=4)
+        x, y = batches(1)[0]
+        y[-1] = 77  # of the last data rank
+        with pytest.raises(IndexError, match="Target 77 is out of bounds") as raised:
+            graph(x, y)
+        (note,) = raised.value.__notes__  # type: ignore[attr-defined]
+        stage = [2, 3] if names[0] == "pp" else [1, 3]
+        assert f'while rank {rank} of placement("cpu", {stage}' in note and "ran graph Train.forward@1" in note

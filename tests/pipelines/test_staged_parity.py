@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import graphzero as gz
+from graphzero.errors import ScheduleError
 from graphzero.schedules import GENERATORS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "schedules"))
@@ -144,6 +145,24 @@ def test_evaluation_runs_the_forward_rows() -> None:
         results.append(tensors_of(evaluation(*batches(1)[0])))
         assert all("backward" not in name for name in evaluation.stage_programs)
     assert all(map(torch.equal, *results))
+
+
+def test_rows_of_forward_alone_are_for_evaluation(tmp_path: Path) -> None:
+    model, where, rows = Net(), placement(2, 2), [[f"{stage}F{i}" for i in range(4)] for stage in range(2)]
+    file = tmp_path / "forward.csv"
+    file.write_text("\n".join(",".join(row) for row in rows) + "\n")
+    plain = type(staged_graph(model, None, where))(model, cross_entropy, placement=2, micro_batches=4)
+    expected = tensors_of(plain(*batches(1)[0]))
+    for schedule in (rows, str(file), "gpipe"):
+        evaluation = type(plain)(model, cross_entropy, placement=where, micro_batches=4)
+        for path, stage in stages_of(4, 2).items():
+            evaluation.config.set_stage(path, stage)
+        evaluation.config.set_pipeline(schedule)
+        assert all(map(torch.equal, tensors_of(evaluation(*batches(1)[0])), expected))
+        assert "B" not in "".join(line for line in evaluation.plan.pipeline.lines if line.startswith("rank"))  # type: ignore[union-attr]
+    training = staged_graph(model, stages_of(4, 2), where, rows, micro_batches=4)
+    with pytest.raises(ScheduleError, match="those of evaluation, F alone, and this step has a backward"):
+        training.compile(*batches(1)[0])
 
 
 def test_a_checkpoint_has_nothing_of_stages(tmp_path: Path) -> None:

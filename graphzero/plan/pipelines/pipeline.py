@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from graphzero.errors import ScheduleError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.pipeline_parts import BACKWARD, BACKWARD_WEIGHT, PipelineParts, PipelineProgram, ValueKey
@@ -76,6 +77,11 @@ class PipelinePrograms:
 
     def _planned(self, flat: StepGraph, parts: PipelineParts, options: Options, history: list[Record]) -> Candidate:
         has_backward = any(part.key.kind in (BACKWARD, BACKWARD_WEIGHT) for part in parts.parts)
+        if has_backward and not self.schedule.has_backward:
+            raise ScheduleError(
+                "the rows of the schedule are those of evaluation, F alone, and this step has a backward\n  Give each "
+                "stage B, or I and W, of each micro-batch too"
+            )
         rows = self.schedule if has_backward else self.schedule.forward_only()
         program = PipelineProgram(parts, rows, self.placement)
         plan = plan_of_pipeline(flat, program, options.links)

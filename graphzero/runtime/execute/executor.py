@@ -87,6 +87,7 @@ class Executor:
 
     Attributes:
         graph: what runs, with its regions for ops where they are compiled.
+        placement: of the ranks that the note on an error names: of a pipeline stage its own.
         meter: watches every run that is not given a meter of its own.
         stopped: the step in which the last run failed or was interrupted, by number, the number of steps where all of
             them ran; None before a run, and when what follows from it is done too, see ``finish``.
@@ -108,7 +109,7 @@ class Executor:
         calls = compiler(world) if compiler is not None else None
         if calls is not None:
             graph = join(graph)
-        self.graph, self.world, self.checking = graph, world, checking
+        self.graph, self.world, self.placement, self.checking = graph, world, world.placement, checking
         self.program: Program = compile_graph(graph, world, calls, arena, checking)
         self.slots: dict[int, list[Tensor]] = {}
         self._slot_bytes = liveness(graph).slots
@@ -318,10 +319,10 @@ class Executor:
         local = step.local
         source = value.source_of(node) if node.op != "output" else ""
         note_source(error, source)
-        rank = "" if local is None else f"rank {self.world.rank_ids[local]} of "
+        rank = "" if local is None else f"rank {self.placement.ranks.flat[self.world.local_ranks[local]]} of "
         line = print_line(node) + (f"    {source}" if source else "")
         note = (
-            f"while {rank}{self.world.placement!r} ran graph {self.graph.name}:\n  > "
+            f"while {rank}{self.placement!r} ran graph {self.graph.name}:\n  > "
             + (str(node.target) if isinstance(node.target, RegionOp) else line)
             + "".join(f"\n    {line}" for line in _operands(node, envs[local or 0], self.program))
         )

@@ -36,6 +36,8 @@ class PipelineExecutor:
             Executor(part.graph, world, kind, checking=checking, slots=slots[pipeline.member_of(part.key.stage)])
             for part in pipeline.parts.parts
         ]
+        for executor, part in zip(self.executors, pipeline.parts.parts, strict=True):
+            executor.placement = pipeline.placement.without_pipeline(pipeline.member_of(part.key.stage))
         self.meter: Meter | None = None
         self._shapes = {key: self._local_shapes(key) for key in pipeline.parts.accumulators}
         self._readers = Counter(slot for call in pipeline.calls for slot in {*pipeline.slots_read(call).values()})
