@@ -22,6 +22,7 @@ from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.placement_checks import check_kept, check_trained_apart
 from graphzero.runtime.tensors import shards
 from graphzero.runtime.tensors.relocate import check_ranks, describe_distribution, nd_here, relocate
+from graphzero.runtime.tensors.stage_tensors import own_member
 from graphzero.runtime.tensors.shards import global_shape, is_whole, wrap
 from graphzero.runtime.world.consensus import PLACE, Ranks, digest
 from graphzero.runtime.world.launch import has_fake_world, located
@@ -53,15 +54,17 @@ def to_global(
 
     Raises SbpError for an SBP that the value cannot have, PlacementError for ranks that do not exist.
     """
+    everyone = placement
     if isinstance(placement, Placement) and PIPELINE in placement.names:
-        placement, sbp = placement.without_pipeline(), _stage_sbp(placement, sbp)
+        everyone = located(placement)
+        placement, sbp = everyone.without_pipeline(own_member(everyone)), _stage_sbp(placement, sbp)
     if isinstance(x, nn.Module):
         if is_capturing():
             raise SbpError(
                 f"to_global of a {type(x).__name__} inside build: a module is placed once, before the first call. "
                 "Place it in __init__, or pin the values that it makes: gz.to_global(h, sbp=...)"
             )
-        return _module_to_global(x, _required(placement, x), sbp)
+        return _module_to_global(x, _required(placement, x), _required(everyone, x), sbp)
     if not isinstance(x, Tensor):
         raise SbpError(f"to_global takes a tensor or a module, not {type(x).__name__}; call it for each tensor")
     if sbp is not None and is_capturing():
@@ -228,16 +231,19 @@ def _joined(line: Sequence[tuple[int, ...]], sbp: Sbp) -> tuple[int, ...]:
     return tuple(joined)
 
 
-def _module_to_global(module: nn.Module, placement: Placement, sbp: Wanted | Mapping[str, Wanted]) -> nn.Module:
+def _module_to_global(
+    module: nn.Module, placement: Placement, everyone: Placement, sbp: Wanted | Mapping[str, Wanted]
+) -> nn.Module:
+    """everyone: the ranks of all pipeline stages, of one of which ``placement`` is."""
     entries = list(tree.tensors({"": module}).values())
     name = type(module).__name__
-    ranks = Ranks(placement, name)
+    ranks = Ranks(everyone, name)
     with ranks.together(f"to_global of {name}"):
         nds = ranks.agree_on(
             PLACE, lambda: _checked_nds(module, entries, placement, sbp), lambda nds: _facts(entries, nds, placement)
         )
         news = [
-            _placed(entry.tensor, placement, nd if entry.tensor.dim() else (B,) * len(nd))  # a count is not split
+            _placed(entry.tensor, placement, everyone, nd if entry.tensor.dim() else (B,) * len(nd))  # a count is not split
             for entry, nd in zip(entries, nds, strict=True)
         ]
         ranks.agree(PLACE)  # from here on nobody can stop the others: the module is placed on all ranks, or on none
@@ -267,7 +273,7 @@ def _checked_nds(
     return nds
 
 
-def _placed(x: Tensor, placement: Placement, nd: Nd) -> Tensor | None:
+def _placed(x: Tensor, placement: Placement, everyone: Placement, nd: Nd) -> Tensor | None:
     """The tensor that replaces a module's tensor; None where that stays."""
     if placement.virtual:
         annotate(x, placement, nd, by_user=True)
@@ -277,7 +283,7 @@ def _placed(x: Tensor, placement: Placement, nd: Nd) -> Tensor | None:
         new = relocate(given, placement, nd)
         return None if new is given else new
     tree.to_device(x, device_of(placement))
-    tree.from_first_rank(x, placement)
+    tree.from_first_rank(x, everyone)
     return shards.as_dtensor(x.detach(), placement, nd)
 
 

@@ -31,6 +31,7 @@ from graphzero._compat.distributed import (
     gloo,
     job_store,
     lost_by_gloo,
+    mesh_of_other_ranks,
     own_connection,
     prefixed,
     reduce_scatter_single,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
     pass
@@ -86,6 +87,11 @@ def lost_by_gloo(group: Any) -> list[int]:
             except RuntimeError:
                 lost.append(other)
     return lost
+
+
+def mesh_of_other_ranks(device_type: str, ranks: Any, names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of ranks of which this one is none: it has no process groups, and a DTensor on it no values here."""
+    return DeviceMesh(device_type, torch.tensor(ranks.tolist()), mesh_dim_names=names, _init_backend=False)
 
 
 _NO_TAG = 2**31 - 1  # of messages that nobody waits for

@@ -57,7 +57,7 @@ class Checkpointer:
         return move_out_of_modules(collect.outline(state, self._source.schedulers, *program))
 
     def state_dict(self) -> dict[str, Any]:
-        outline, ranks, placement = self.outline(), self._source.ranks, self._source.placement
+        outline, ranks, placement = self.outline(), self._source.ranks, self._source.whole_placement
         if not any(collect.is_sectioned(x) for _, x in collect.tensors_with_paths(outline)):
             return cast("dict[str, Any]", collect.without_sections(outline, placement))
         with ranks.together(f"state_dict() of {self._source.name}"):
@@ -69,7 +69,7 @@ class Checkpointer:
         with ranks.together(f"full_state_dict() of {source.name}"):
             outline = ranks.agree_on(FULL, self.outline, collect.describe_tensors)
             reason = source.state().partial_update_reason()
-            return cast("dict[str, Any]", collect.gather_full(outline, source.placement, reason))
+            return cast("dict[str, Any]", collect.gather_full(outline, source.whole_placement, reason))
 
     def load_state_dict(self, sd: Any, strict: bool) -> None:
         source, program = self._source, self._selector.last

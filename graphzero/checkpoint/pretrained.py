@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -50,7 +51,7 @@ def materialize(source: UserGraph, init: Callable[[nn.Module], Any] | None) -> N
         if not source.placement.virtual:
             state.ensure_world()
         own_rng_state = torch.get_rng_state()
-        is_first = source.placement.virtual or not ranks.active or state.world.local_ranks[0] == 0
+        is_first = source.placement.virtual or not ranks.active or dist.get_rank() == int(ranks.placement.ranks.flat[0])
         torch.set_rng_state(ranks.share(torch.get_rng_state))
         try:
             with freed_at_once(), stand_ins_for(entries, state.world.device) as stand_ins, torch.no_grad():

@@ -31,6 +31,7 @@ from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state.layout import filled
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.shards import memory_key
+from graphzero.runtime.tensors.stage_tensors import home_of
 
 
 class RestoreOperation:
@@ -69,7 +70,9 @@ class RestoreOperation:
     def find_changed_frozen(self) -> list[str]:
         """Frozen parameters whose values are not those that were saved.  Every rank calls it."""
         state = self._state
-        return frozen_hashes.find_changed(self._index.tensors, self._frozen, state.placement, state.program is None)
+        return frozen_hashes.find_changed(
+            self._index.tensors, self._frozen, state.ranks.placement, state.program is None
+        )
 
     def raise_changed_frozen(self, names: list[str]) -> None:
         frozen_hashes.raise_changed(names, str(self._where))
@@ -157,7 +160,8 @@ class RestoreOperation:
             return torch.zeros((), dtype=dtype)
         expected = self._expected_sbp.of_state
         nd = expected(optimizer, path, key, shape) if same_shape is None else self._state.nd_of(same_shape)
-        return filled(shape, dtype, 0.0, nd, self._state.world)
+        home = None if same_shape is None else home_of(same_shape, self._state.ranks.placement)
+        return filled(shape, dtype, 0.0, nd, self._state.world, home)
 
     def _module_reads(self, name: str, module: nn.Module) -> Iterator[TensorRead]:
         """Reads straight into a module's tensors: of all of them, if its state dict consists of these."""

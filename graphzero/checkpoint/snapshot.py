@@ -40,7 +40,7 @@ class CheckpointSnapshot:
         self._state = self._to_json(collect.to_plain_dicts(outline), "")
         self._extra = self._to_json(extra, EXTRA)
         self.step = int(outline["random"]["step"])
-        self.placement = source.placement
+        self.placement = source.whole_placement
         params = [entry.tensor for entry in state.tensors().values() if entry.kind == "param"]
         frozen = {storage_id(local_of(x)) for x in params if not x.requires_grad} if is_hashed else set()
         self.plan = save_plan.make_save_plan(

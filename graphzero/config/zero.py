@@ -8,7 +8,7 @@ from typing import Any
 
 from graphzero.config.setting import Check, Checked, choices, setting, settings_of, tuple_of, whole_number
 from graphzero.errors import ConfigError
-from graphzero.sbp.placement import Placement
+from graphzero.sbp.placement import PIPELINE, Placement
 
 STAGES = (1, 2, 3)
 AUTO = "auto"
@@ -106,13 +106,14 @@ def _axes(axis: str | Iterable[str] | None, placement: Placement) -> tuple[str, 
         raise ConfigError(f"enable_zero(axis={axis!r}): give the name of an axis, or names; {choices(names)}")
     if axis is None:
         if not placement.data_axes:
-            raise ConfigError(
-                f"enable_zero(): {placement!r} has no data axis, one whose name begins with dp; "
-                f"say which axis to split over: enable_zero(axis={names[0]!r})"
-            )
+            others = [name for name in names if name != PIPELINE]
+            hint = f"say which axis to split over: enable_zero(axis={others[0]!r})" if others else "add one"
+            raise ConfigError(f"enable_zero(): {placement!r} has no data axis, one whose name begins with dp; {hint}")
         return placement.data_axes
     chosen = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in chosen:
+        if name == PIPELINE:
+            raise ConfigError(f"enable_zero(axis={axis!r}): along {PIPELINE} are stages, which have no states in common")
         if name not in names:
             raise ConfigError(f"enable_zero(axis={axis!r}): {choices(names)}, the axes of {placement!r}")
     if not chosen or len(set(chosen)) != len(chosen):

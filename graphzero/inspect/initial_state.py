@@ -54,7 +54,7 @@ def start_of(prepared: PreparedCall, is_wide: bool) -> StepStart:
     """Collect the whole of what a call would read.  Every rank calls it."""
     source, call, program = prepared.source, prepared.call, prepared.program
     state, inputs = call.state, call.inputs
-    copied = _Copies(source.placement, source.world.device, is_wide)
+    copied = _Copies(source.placement, source.whole_placement, source.world.device, is_wide)
     leaves = {leaf.name: copied.copy_input(leaf) for leaf in inputs.leaves}
     entries = state.tensors()
     params = {path: copied.copy_value(entry.tensor) for path, entry in entries.items() if entry.kind == "param"}
@@ -84,16 +84,20 @@ def _given(leaf: Input, whole: Any, transformed: TransformedInputs | None) -> An
 
 @dataclass(frozen=True)
 class _Copies:
-    """Makes whole tensors of their own on ``device``, in float64 if ``is_wide``."""
+    """Makes whole tensors of their own on ``device``, in float64 if ``is_wide``.
+
+    placement: of inputs; whole_placement: all ranks.
+    """
 
     placement: Placement
+    whole_placement: Placement
     device: torch.device
     is_wide: bool
 
     def copy_value(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        x = (whole(x, self.placement) if isinstance(x, DTensor) else x).detach().to(self.device, copy=True)
+        x = (whole(x, self.whole_placement) if isinstance(x, DTensor) else x).detach().to(self.device, copy=True)
         return to_float64(x) if self.is_wide else x
 
     def copy_input(self, leaf: Any) -> Any:

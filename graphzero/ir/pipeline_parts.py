@@ -16,7 +16,7 @@ from torch import fx
 from graphzero.ir.graph import StepGraph
 from graphzero.sbp.placement import Placement
 from graphzero.schedules import ActionKind, PipelineSchedule
-from graphzero.schedules.execution import execution_order
+from graphzero.schedules.timeline import time_order
 
 PROLOGUE, FORWARD, BACKWARD, BACKWARD_WEIGHT, EPILOGUE = range(5)
 KINDS = ("prologue", "forward", "backward", "backward_weight", "epilogue")
@@ -85,6 +85,22 @@ class PartCall(NamedTuple):
 
 
 Slot = tuple[ValueKey, int]  # a value, and its micro-batch
+
+
+class StageMessage(NamedTuple):
+    """A value that one member of ``pp`` sends to another.
+
+    sent_after: the call, by its place among all, that leaves the value as it is sent.  read_by: the first call there
+    that reads it, the number of calls where that is the end of the step.
+    """
+
+    slot: Slot
+    source: int
+    target: int
+    sent_after: int
+    read_by: int
+
+
 ACTION_PARTS = {
     ActionKind.FORWARD: (FORWARD,),
     ActionKind.BACKWARD: (BACKWARD, BACKWARD_WEIGHT),
@@ -107,7 +123,7 @@ class PipelineProgram:
         keys = [part.key for part in self.parts.parts]
         in_body = {(key.stage, key.kind): i for i, key in enumerate(keys) if key.kind in BODY}
         calls = [PartCall(i, 0) for i, key in enumerate(keys) if key.kind == PROLOGUE]
-        for row, column in execution_order(self.schedule):
+        for row, column in time_order(self.schedule):
             action = self.schedule.rows[row][column]
             for single in action.computations if action is not None else ():
                 numbers = (in_body.get((single.stage, kind)) for kind in ACTION_PARTS[single.kind])
@@ -143,6 +159,45 @@ class PipelineProgram:
             call: {name: self.slot(key, call.micro_batch) for name, key in self.parts.parts[call.part].inputs.items()}
             for call in self.calls
         }
+
+    def writes(self, call: PartCall, slot: Slot) -> bool:
+        """Whether a call writes over a value of its own member."""
+        part = self.parts.parts[call.part]
+        written = (name for name, key in part.inputs.items() if key == slot[0] and name in self._accumulating[call.part])
+        is_own = self.member_of(slot[0].stage) == self.member_of(part.key.stage)
+        return is_own and any(self.slot(slot[0], call.micro_batch) == slot for _ in written)
+
+    @cached_property
+    def _accumulating(self) -> list[set[str]]:
+        """The placeholders of each part that it writes over."""
+        return [{node.name for node in part.graph.placeholders("accumulator")} for part in self.parts.parts]
+
+    @cached_property
+    def messages(self) -> list[StageMessage]:
+        """What members send to each other in a step, in an order that all of them know.
+
+        Each member is sent a value once, and what the step returns goes to all of them.
+        """
+        members = [self.member_of(self.parts.parts[call.part].key.stage) for call in self.calls]
+        left_by: dict[Slot, int] = {}  # the last call of its own member that makes a value, or adds to it
+        sent: dict[tuple[Slot, int], StageMessage] = {}
+
+        def send(slot: Slot, target: int, read_by: int) -> None:
+            source = self.member_of(slot[0].stage)
+            if source != target and (slot, target) not in sent:
+                sent[slot, target] = StageMessage(slot, source, target, left_by[slot], read_by)
+
+        for i, call in enumerate(self.calls):
+            for slot in {*self.slots_read(call).values()}:
+                send(slot, members[i], i)
+                if self.writes(call, slot):
+                    left_by[slot] = i
+            for key in self.parts.parts[call.part].outputs:
+                left_by[self.slot(key, call.micro_batch)] = i
+        for slot in sorted(self.returned):
+            for target in range(self.schedule.ranks):
+                send(slot, target, len(self.calls))
+        return sorted(sent.values())
 
     @property
     def returned(self) -> set[Slot]:

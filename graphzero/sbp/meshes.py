@@ -34,6 +34,24 @@ def mesh_of(device_type: str, ranks: Ranks, names: tuple[str, ...]) -> DeviceMes
     return mesh
 
 
+def stage_mesh_of(device_type: str, ranks: Ranks, names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of the ranks of a pipeline stage.  A rank that is not among them has it too, without process groups.
+    """
+    forget_other_worlds()
+    key = "stage mesh", device_type, ranks.shape, tuple(ranks.ravel().tolist()), names
+    if key not in _meshes_and_groups:
+        is_ours = dist.get_rank() in ranks
+        make = _new_mesh if is_ours else _compat.mesh_of_other_ranks
+        _meshes_and_groups[key] = make(device_type, ranks, names)
+    mesh: DeviceMesh = _meshes_and_groups[key]
+    return mesh
+
+
+def is_stage_mesh(mesh: DeviceMesh) -> bool:
+    """Return whether a mesh was made by ``stage_mesh_of``."""
+    return any(key[0] == "stage mesh" and known == mesh for key, known in _meshes_and_groups.items())
+
+
 def ascend(ranks: Ranks) -> bool:
     """Return whether ranks ascend along each axis: groups that only their members create are in the order of ranks."""
     return all(bool((np.diff(ranks, axis=axis) > 0).all()) for axis in range(ranks.ndim))

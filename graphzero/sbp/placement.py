@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphzero.errors import PlacementError
-from graphzero.sbp.meshes import ascend, mesh_of
+from graphzero.sbp.meshes import ascend, mesh_of, stage_mesh_of
 
 DEVICE_TYPES = ("cpu", "cuda")
 MICRO_BATCHES = "mb"  # the axis whose members run one after the other on the same ranks: time, as an axis
@@ -88,6 +88,19 @@ class Placement:
         ranks = np.ascontiguousarray(np.take(self.ranks, member, axis=at))
         names = (*self.names[:at], *self.names[at + 1 :])
         return Placement(self.device_type, ranks.reshape(ranks.shape or (1,)), names or ("dp",), self.virtual)
+
+    def pipeline_member(self, rank: int) -> int:
+        """The coordinate of ``rank`` along ``pp``; 0 where there is no such axis."""
+        return self.coordinate(rank)[self.axis(PIPELINE)] if PIPELINE in self.names else 0
+
+    def stage_mesh(self, member: int) -> DeviceMesh:
+        """The DeviceMesh of one member of ``pp``: tensors on it are held by the ranks of that member only.
+
+        Every rank may ask for it.  Names of its dims say the member, ``dp_of_pp1``: ``mesh["dp"]``, on which other
+        members have replicas of a tensor, is another mesh.
+        """
+        stage = self.without_pipeline(member)
+        return stage_mesh_of(stage.device_type, stage.ranks, tuple(f"{n}_of_{PIPELINE}{member}" for n in stage.names))
 
     def axis(self, name: str) -> int:
         """Position of the axis called ``name``."""

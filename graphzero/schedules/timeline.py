@@ -16,6 +16,7 @@ from graphzero.schedules.values import (
     B,
     Dependencies,
     F,
+    Position,
     Value,
     made_values,
 )
@@ -96,6 +97,13 @@ def simulate_schedule(schedule: PipelineSchedule, costs: ScheduleCosts | None = 
             present.update(dict.fromkeys(made_values(part), end))
             rows[row].append(TimedAction(column, part, start, end))
     return PipelineTimeline(schedule, tuple(map(tuple, rows)))
+
+
+def time_order(schedule: PipelineSchedule) -> list[Position]:
+    """``execution_order`` by the times at which actions begin, all of equal costs."""
+    rows = simulate_schedule(schedule).rows
+    starts = {(row, timed.column): timed.start for row, actions in enumerate(rows) for timed in reversed(actions)}
+    return sorted(execution_order(schedule), key=starts.__getitem__)
 
 
 def _transfer_seconds(schedule: PipelineSchedule, costs: ScheduleCosts, stage: int, value: Value) -> float:

@@ -61,7 +61,7 @@ class BuildOutput:
         if batch_split and not as_global:
             return local
         dtensor = wrap(local, placement.mesh(), nd, shape)
-        return dtensor if as_global else resplit.whole(dtensor, placement)
+        return dtensor if as_global else resplit.whole(dtensor, world.whole)
 
 
 class BuildOutputs:

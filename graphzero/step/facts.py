@@ -47,7 +47,7 @@ class CallFacts:
             stateless, draws = state.stateless(), f"seed {state.random.seed}, step {state.random.step}"
         else:  # the first call takes what rank 0 has
             numbers = {role: number for role, number in numbers.items() if role.kind == "scalar"}
-        shared = known.shared = known.shared or ReplicatedInputs(inputs, self._source.placement)
+        shared = known.shared = known.shared or ReplicatedInputs(inputs, self._source.whole_placement)
         threads = torch.get_num_threads() if progress.repeats else 0
         is_known = bool(known.programs)  # else this rank compiles, which needs all ranks
 

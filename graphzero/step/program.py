@@ -15,6 +15,7 @@ from graphzero.errors import ConfigError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.pipeline_parts import PipelineProgram
+from graphzero.ir.pipeline_stages import home_stage
 from graphzero.ir.replicated import repeated
 from graphzero.ir.storage.arena import Arena
 from graphzero.ir.value import Role
@@ -116,6 +117,15 @@ class StepProgram:
     def decisions(self) -> tuple[str, ...]:
         """The decisions of the plan of this program, and notes on how it runs."""
         return (*self.plan.decisions, *self.part.about)
+
+    @cached_property
+    def homes(self) -> dict[str, int]:
+        """Persistent placeholder -> the member of ``pp`` whose ranks alone keep it, of those that not all keep."""
+        pipeline = self.part.pipeline
+        if pipeline is None:
+            return {}
+        stages = {node.name: home_stage(node) for node in self.graph.placeholders("param", "buffer", "state")}
+        return {name: pipeline.member_of(stage) for name, stage in stages.items() if stage is not None}
 
     # ---- a call of it
 

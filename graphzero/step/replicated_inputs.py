@@ -1,7 +1,7 @@
 """Check that ranks which should get equal inputs have got them.
 
 A 0-d tensor, one that ``set_input`` says is B, and a batch along the axes that do not split it, is taken for equal on
-the ranks of such an axis.  Small ones are part of each call's agreement; larger ones are compared in the first calls.
+the ranks of such an axis; along ``pp`` all inputs are.  Small ones are part of each call's agreement; larger ones are compared in the first calls.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from graphzero.capture import Input, Inputs
 from graphzero.errors import CaptureError
 from graphzero.runtime.tensors.fingerprint import content
 from graphzero.runtime.world.consensus import INPUTS, Ranks, by_value
-from graphzero.sbp.placement import Placement
+from graphzero.sbp.placement import PIPELINE, Placement
+from graphzero.sbp.types import Sbp
 from graphzero.step.build_inputs import text_of
 
 _SMALL = 16  # elements
@@ -53,8 +54,15 @@ class ReplicatedInputs:
             ranks.agree(INPUTS, failure=failure)
 
 
+def _leaf_axes(leaf: Input, placement: Placement) -> list[tuple[str, Sbp]]:
+    """The SBP of an input by axis, of those of ``placement`` but for ``pp``: each stage is given all inputs."""
+    names = [name for name in placement.names if name != PIPELINE]
+    return list(zip(names, leaf.nd, strict=False))
+
+
 def _shared_axes(leaf: Input, placement: Placement) -> list[int]:
-    return [axis for axis, ranks in enumerate(placement.hierarchy) if ranks > 1 and leaf.nd[axis].is_broadcast]
+    splits = {placement.axis(name) for name, sbp in _leaf_axes(leaf, placement) if not sbp.is_broadcast}
+    return [axis for axis, ranks in enumerate(placement.hierarchy) if ranks > 1 and axis not in splits]
 
 
 def _is_small(leaf: Input) -> bool:

@@ -56,7 +56,7 @@ class StepRunner:
         with phase("code"):
             executor = program.part.executor(prepared.source.world)
         with phase("tensors"):
-            executor.bind(bind(state, program.graph, captured.states, captured.constants, tensors))
+            executor.bind(bind(state, program.graph, captured.states, captured.constants, tensors, program.homes))
         state.finish_binding(program, executor)
         self.selection.record_bound(prepared)
 

@@ -32,25 +32,26 @@ from graphzero.step.build_inputs import BuildInputReader
 class UserGraph:
     """Everything that a user's Graph holds, as of now.
 
-    placement: of one pipeline stage; whole_placement: with the axis ``pp``, where there is one.
+    whole_placement: with the axis ``pp``, where there is one; placement: of the member of it that this process has, the
+    first one of virtual ranks.  ranks: all of them.
     owner: the user's object, on whose attributes ``build``, modules and a ``name`` are looked up.
     optimizers: in the order of add_optimizer; schedulers: one per optimizer, None for none.  averages: in the order of
     add_average.  speaks: whether this process says for all ranks what the Graph is busy with.
     """
 
     def __init__(self, owner: Any, whole: Placement, config: GraphConfig) -> None:
-        placement = whole.without_pipeline()
-        if whole.pipeline_members > 1 and not (whole.virtual or launch.has_fake_world()):
+        is_real = not (whole.virtual or launch.has_fake_world())
+        if whole.pipeline_members > 1 and is_real and whole.device_type != "cpu":
             raise ConfigError(
-                f"{whole!r} has an axis pp: programs of pipeline stages run on virtual ranks so far, in one process\n"
+                f"{whole!r} has an axis pp: between processes, pipeline stages run on CPU ranks so far\n"
                 "  Say virtual=True, or leave the axis out"
             )
-        self.owner, self.placement, self.config = owner, placement, config
-        self.whole_placement = whole
-        self.ranks = Ranks(placement, identity(self.name, placement))
         own = launch.own_rank()
+        self.owner, self.config, self.whole_placement = owner, config, whole
+        self.placement = whole.without_pipeline(0 if whole.virtual else whole.pipeline_member(own))
+        self.ranks = Ranks(whole, identity(self.name, whole))
         note_rank(own)
-        self.speaks = own == (0 if placement.virtual else int(placement.ranks.flat[0]))
+        self.speaks = own == (0 if whole.virtual else int(whole.ranks.flat[0]))
         self.optimizers: list[OptimizerSpec] = []
         self.schedulers: list[Any] = []
         self.averages: list[AverageSpec] = []
@@ -141,7 +142,7 @@ class UserGraph:
             return VirtualWorld(self.placement)
         from graphzero.runtime.world.process import ProcessWorld
 
-        return ProcessWorld(self.placement)
+        return ProcessWorld(self.placement, whole=self.whole_placement)
 
     @property
     def transports(self) -> dict[str, str]:
@@ -154,7 +155,7 @@ class UserGraph:
         previous = self._state
         if previous is not None and previous.modules == modules and previous.optimizers == optimizers:
             return previous
-        new_state = self._state = State(lambda: self.world, self.ranks, modules, optimizers)
+        new_state = self._state = State(lambda: self.world, self.placement, self.ranks, modules, optimizers)
         if previous is not None:
             new_state.random, new_state.moved = previous.random, previous.moved
         return new_state

@@ -23,6 +23,7 @@ from graphzero.checkpoint.files.chunks import Chunk, LocalChunk, local_chunks, w
 from graphzero.checkpoint.files.index import StoredTensor
 from graphzero.checkpoint.files.verified_read import ByteRange, read_ranges
 from graphzero.runtime.tensors.shards import local_of, memory_key, position_of
+from graphzero.runtime.tensors.stage_tensors import is_here
 from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.sbp.placement import Placement
 
@@ -71,6 +72,8 @@ def _byte_ranges(read: TensorRead, placement: Placement) -> Iterator[tuple[str, 
 
 def _own_chunks(x: Tensor, placement: Placement) -> list[LocalChunk]:
     shape = tuple(x.shape)
+    if not is_here(x):
+        return []
     if isinstance(x, DTensor):
         return local_chunks(shape, nd_on(x, placement, "a tensor"), placement.hierarchy, position_of(placement))
     return [LocalChunk(whole_chunk(shape), whole_chunk(shape))] if x.numel() else []

@@ -25,6 +25,7 @@ from graphzero.checkpoint.files.markers import RankPart
 from graphzero.checkpoint.files.partial_checkpoint import PartialCheckpoint
 from graphzero.errors import CheckpointError
 from graphzero.runtime.tensors.shards import local_of, memory_key, position_of
+from graphzero.runtime.tensors.stage_tensors import home_of, own_member
 from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import B
@@ -131,13 +132,20 @@ def assign_chunks(
     """For each tensor, (position, chunk that the rank there writes), each element once. See ``make_save_plan``."""
     if placement.virtual:
         return assign_writers([(tuple(x.shape), (), is_first_alone) for x in tensors], ())
-    broadcast = (B,) * len(placement.names)
-    shapes = [
-        (tuple(x.shape), nd_on(x, placement, "a tensor") if isinstance(x, DTensor) else broadcast,
-         is_first_alone and not is_dtensor(x))
-        for x in tensors
-    ]  # fmt: skip
-    return assign_writers(shapes, placement.hierarchy)
+    own, homes = placement.without_pipeline(own_member(placement)), [home_of(x, placement) for x in tensors]
+    assigned: list[list[tuple[int, LocalChunk]]] = [[] for _ in tensors]
+    flat = placement.ranks.ravel().tolist()
+    for home in sorted({*homes}, key=lambda home: -1 if home is None else home):
+        here = [i for i, other in enumerate(homes) if other == home]
+        shapes = [
+            (tuple(x.shape), nd_on(x, own, "a tensor") if isinstance(x, DTensor) else (B,) * len(own.names),
+             is_first_alone and not is_dtensor(x))
+            for x in (tensors[i] for i in here)
+        ]  # fmt: skip
+        positions = [flat.index(rank) for rank in placement.without_pipeline(home or 0).ranks.ravel().tolist()]
+        for i, parts in zip(here, assign_writers(shapes, own.hierarchy), strict=True):
+            assigned[i] = [(positions[position], part) for position, part in parts]
+    return assigned
 
 
 def _check_savable(x: Tensor, name: str) -> None:

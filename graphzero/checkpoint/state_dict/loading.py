@@ -20,6 +20,14 @@ from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.resplit import resplit, whole
 from graphzero.runtime.tensors.shards import as_dtensor, is_whole, local_of
+from graphzero.runtime.tensors.stage_tensors import (
+    as_stage_tensor,
+    connect_axes,
+    home_of,
+    on_stage,
+    own_member,
+    without_values,
+)
 from graphzero.runtime.tensors.submesh import on_mesh_of, on_whole
 from graphzero.sbp.types import Nd
 
@@ -95,14 +103,25 @@ def _laid_out_like(given: Any, current: Any, state: State) -> Any:
     if not isinstance(given, Tensor) or not isinstance(current, Tensor):
         return given
     if not isinstance(current, DTensor):
-        return whole(given, state.placement) if isinstance(given, DTensor) else given
-    split = _split_as(given, state.nd_of(current), state)
+        return whole(given, state.ranks.placement) if isinstance(given, DTensor) else given
+    split = _split_as(given, state.nd_of(current), state, home_of(current, state.ranks.placement))
     return on_mesh_of(split, current) if isinstance(split, DTensor) else split
 
 
-def _split_as(given: Tensor, nd: Nd, state: State) -> Tensor:
+def _split_as(given: Tensor, nd: Nd, state: State, home: int | None = None) -> Tensor:
+    """``given`` as ``nd`` says, on the ranks of the member ``home`` of ``pp`` alone if there is one."""
+    everyone = state.ranks.placement
+    if isinstance(given, DTensor) and home_of(given, everyone) not in (None, home):
+        given = whole(given, everyone)
+    if home is not None:
+        if not isinstance(given, DTensor):
+            return on_stage(given.to(state.world.device), everyone, home, nd)
+        if own_member(everyone) != home:
+            return without_values(given.shape, given.dtype, state.world.device, everyone, home, nd)
+        connect_axes(everyone)
+        return as_stage_tensor(resplit(on_whole(given, state.placement), nd, everyone), everyone, home)
     if isinstance(given, DTensor):
-        return resplit(on_whole(given, state.placement), nd, state.placement)
+        return resplit(on_whole(given, state.placement), nd, everyone)
     return as_dtensor(given.to(state.world.device), state.placement, nd)
 
 
@@ -134,10 +153,14 @@ def _state_value(given: Any, current: Any, nd: Nd | None, state: State) -> Any:
         return copy.deepcopy(given)
     if given is current:
         return given
+    home = home_of(current, state.ranks.placement) if isinstance(current, DTensor) else None
     if isinstance(current, DTensor):
         nd = state.nd_of(current)
+    if home is not None and nd is not None:
+        split = _split_as(given.detach(), nd, state, home)
+        return split.clone() if local_of(split).data_ptr() == local_of(given).data_ptr() else split
     if isinstance(given, DTensor) and (nd is None or is_whole(nd)):
-        return whole(given, state.placement) if nd is not None else given.detach().clone()
+        return whole(given, state.ranks.placement) if nd is not None else given.detach().clone()
     if nd is not None and not is_whole(nd) and not state.placement.virtual and given.dim():
         split = _split_as(given.detach(), nd, state)
         return split.clone() if split is given else split

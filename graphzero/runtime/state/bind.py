@@ -24,6 +24,7 @@ from graphzero.runtime.state.layout import TensorLayout, filled, lay_out
 from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.state import Moved, State
 from graphzero.runtime.state.tensor_ref import TensorRef
+from graphzero.runtime.tensors.stage_tensors import connect_axes, has_stages
 
 
 def bind(
@@ -32,16 +33,20 @@ def bind(
     specs: Sequence[Spec],
     constants: Mapping[str, Tensor],
     entries: Mapping[str, ModuleTensor],
+    homes: Mapping[str, int],
 ) -> dict[str, list[Tensor]]:
     """Lay out everything that ``graph`` keeps between calls; returns one tensor per local rank by placeholder.
 
+    homes: placeholder -> the member of ``pp`` whose ranks alone keep it; all others are kept by all.
     specs: its optimizer states.  found: ``state.tensors()``.  Every rank calls it for the same graph, when
     ``preflight`` has found nothing wrong, and the same on all ranks: when a plain tensor is first bound its values are
     taken from rank 0.
     """
-    binder = _Binder(state, entries, graph.updates)
+    binder = _Binder(state, entries, graph.updates, homes)
+    if has_stages(state.ranks.placement):
+        connect_axes(state.ranks.placement)
     with torch.no_grad():
-        values = binder.tensors(graph) | binder.states(graph, specs)
+        values = {name: xs for name, xs in (binder.tensors(graph) | binder.states(graph, specs)).items() if xs}
         for node in graph.placeholders("constant"):
             given = constants[node.name].to(state.world.device)
             values[node.name] = lay_out(given, value.nd_of(node), state.world, node.name).ranks
@@ -53,9 +58,11 @@ def bind(
 
 
 class _Binder:
-    def __init__(self, state: State, entries: Mapping[str, ModuleTensor], updates: Container[str]) -> None:
+    def __init__(
+        self, state: State, entries: Mapping[str, ModuleTensor], updates: Container[str], homes: Mapping[str, int]
+    ) -> None:
         """updates: names of the placeholders that the program writes."""
-        self.state, self.entries, self.updates = state, entries, updates
+        self.state, self.entries, self.updates, self.homes = state, entries, updates, homes
         self.world, self.optimizers = state.world, state.optimizers
         self.bound = Binding()
 
@@ -92,7 +99,8 @@ class _Binder:
         was_plain = (
             moved.was_plain if moved is not None and given_nd != current_nd else not isinstance(entry.tensor, DTensor)
         )
-        layout = lay_out(entry.tensor, value.nd_of(node), self.world, entry.path, plain=was_plain)
+        home = self.homes.get(node.name)
+        layout = lay_out(entry.tensor, value.nd_of(node), self.world, entry.path, plain=was_plain, home=home)
         old, is_same = entry.tensor, layout.tensor is entry.tensor
 
         def note_moved() -> None:
@@ -105,22 +113,23 @@ class _Binder:
         return self._ranks(node, layout)
 
     def _state(self, node: fx.Node, spec: Spec) -> list[Tensor]:
-        what, nd = preflight.name_of(spec), value.nd_of(node)
+        what, nd, home = preflight.name_of(spec), value.nd_of(node), self.homes.get(node.name)
         param = self.entries[spec.param].tensor
         if spec.created:
-            layout = lay_out(filled(spec.shape, spec.dtype, 0.0, nd, self.world), nd, self.world, what, plain=True)
+            created = filled(spec.shape, spec.dtype, 0.0, nd, self.world, home)
+            layout = lay_out(created, nd, self.world, what, plain=True, home=home)
             self.bound.created.append((self.optimizers[spec.optimizer], param, spec.key, layout.tensor))
             self.state.first_values.note(layout.tensor, what)
             return self._ranks(node, layout)
         state = self.optimizers[spec.optimizer].state[param]
         tensor = state.get(spec.key)
         if tensor is None:
-            tensor = filled(spec.shape, spec.dtype, spec.fill, nd, self.world)
+            tensor = filled(spec.shape, spec.dtype, spec.fill, nd, self.world, home)
         elif tensor.dtype != spec.dtype:
             tensor = tensor.to(spec.dtype)
         if spec.key in state and not isinstance(tensor, DTensor):
             self.state.first_values.take(tensor, what)
-        layout = lay_out(tensor, nd, self.world, what, plain=True)
+        layout = lay_out(tensor, nd, self.world, what, plain=True, home=home)
         state[spec.key] = layout.tensor
         self.state.first_values.note(layout.tensor, what)
         self.bound.add(spec, param, state)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state.tensor_ref import TensorRef
-from graphzero.runtime.world.world import World
+from graphzero.sbp.placement import Placement
 
 StateTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...], bool]]  # key -> dtype, shape, whether it is a DTensor
 
@@ -24,8 +24,9 @@ StateTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...], bool]]  # key -> d
 class FirstValues:
     """Tensors that already have the first rank's values, by their identity."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, device: torch.device, placement: Placement) -> None:
+        """placement: all ranks.  device: of this process' tensors."""
+        self.device, self.placement = device, placement
         self._taken: dict[str, TensorRef] = {}
         self._counted: set[str] = set()
 
@@ -35,9 +36,9 @@ class FirstValues:
 
     def take(self, tensor: Tensor, what: str) -> None:
         """Move a plain tensor to the device; the first time it is seen, take the first rank's values."""
-        tree.to_device(tensor, self.world.device)
+        tree.to_device(tensor, self.device)
         if not self.has(tensor, what):
-            tree.from_first_rank(tensor, self.world.placement)
+            tree.from_first_rank(tensor, self.placement)
             self.note(tensor, what)
 
     def note(self, tensor: Tensor, what: str) -> None:
@@ -51,7 +52,7 @@ class FirstValues:
         """``take`` for the equal counts of several, whose tensor is made anew in each binding; the first one counts."""
         new = set(whats) - self._counted
         if new:
-            tree.from_first_rank(tensor, self.world.placement)
+            tree.from_first_rank(tensor, self.placement)
             self._counted |= new
 
 

@@ -87,7 +87,7 @@ def gather_full_tensors(state: State, entries: Mapping[str, ModuleTensor]) -> li
         if not isinstance(entry.tensor, DTensor):
             state.first_values.take(entry.tensor, entry.path)
     split = {path: entry.tensor for path, entry in entries.items() if isinstance(entry.tensor, DTensor)}
-    wholes_by_path = dict(zip(split, wholes(list(split.values()), state.placement), strict=True))
+    wholes_by_path = dict(zip(split, wholes(list(split.values()), state.ranks.placement), strict=True))
     shown = []
     for path, entry in entries.items():
         replacement = tree.copy_attributes(wholes_by_path[path], entry.tensor) if path in wholes_by_path else None

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from graphzero.errors import ConfigError
 from graphzero.runtime.tensors import resplit
 from graphzero.runtime.tensors.shards import as_dtensor, coordinates, is_whole, local_of, local_shape, piece, wrap
+from graphzero.runtime.tensors.stage_tensors import as_stage_tensor, has_stages, home_of, on_stage, without_values
 from graphzero.runtime.tensors.submesh import nd_on, on_whole
 from graphzero.runtime.world.world import World
-from graphzero.sbp.dtensor import annotate
+from graphzero.sbp.dtensor import annotate, nd_of_dtensor
 from graphzero.sbp.shards import window
 from graphzero.sbp.types import Nd
 
@@ -35,25 +36,50 @@ class TensorLayout:
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
-def lay_out(tensor: Tensor, nd: Nd, world: World, what: str, *, plain: bool = False) -> TensorLayout:
+def lay_out(
+    tensor: Tensor, nd: Nd, world: World, what: str, *, plain: bool = False, home: int | None = None
+) -> TensorLayout:
     """Lay out a tensor that is on the device already.
 
     plain: give a tensor that every rank holds whole as a plain tensor, even if it comes as a DTensor.
+    home: the member of ``pp`` whose ranks alone keep it; None for all.
     Raises PlacementError for a DTensor on other ranks.
     """
+    if has_stages(world.whole):
+        current_home = home_of(tensor, world.whole)
+        if current_home not in (None, home):
+            tensor = resplit.whole(tensor, world.whole)  # type: ignore[arg-type]
+        if home is not None:
+            return _on_stage(tensor, nd, world, what, home)
     current_nd = nd_on(tensor, world.placement, what) if isinstance(tensor, DTensor) else None
     if world.placement.virtual:
         return _virtual(tensor, nd, world)
     if isinstance(tensor, DTensor):
         if plain and is_whole(nd):
-            tensor = resplit.whole(tensor, world.placement) if current_nd != nd else tensor.to_local()
+            tensor = resplit.whole(tensor, world.whole) if current_nd != nd else tensor.to_local()
         elif current_nd != nd:
-            tensor = resplit.resplit(on_whole(tensor, world.placement), nd, world.placement).detach()
+            tensor = resplit.resplit(on_whole(tensor, world.placement), nd, world.whole).detach()
     elif not is_whole(nd):
         tensor = as_dtensor(tensor.detach(), world.placement, nd)
     if not isinstance(tensor, DTensor):
         annotate(tensor, world.placement, nd)
     return TensorLayout(tensor, [local_of(tensor)])
+
+
+def _on_stage(tensor: Tensor, nd: Nd, world: World, what: str, home: int) -> TensorLayout:
+    """Lay out a tensor on the ranks of one member of ``pp``: of others ``ranks`` is empty."""
+    whole = world.whole
+    if not isinstance(tensor, DTensor):
+        tensor = on_stage(tensor, whole, home, nd)
+    elif home != world.member:
+        if home_of(tensor, whole) != home or nd_of_dtensor(tensor) != nd:
+            tensor = without_values(tensor.shape, tensor.dtype, world.device, whole, home, nd)
+        return TensorLayout(tensor, [])
+    elif home_of(tensor, whole) != home or nd_of_dtensor(tensor) != nd:
+        nd_on(tensor, world.placement, what)
+        moved = resplit.resplit(on_whole(tensor, world.placement), nd, whole).detach()
+        tensor = as_stage_tensor(moved, whole, home)
+    return TensorLayout(tensor, [local_of(tensor)] if home == world.member else [])
 
 
 def _virtual(tensor: Tensor, nd: Nd, world: World) -> TensorLayout:
@@ -72,8 +98,19 @@ def _virtual(tensor: Tensor, nd: Nd, world: World) -> TensorLayout:
     )
 
 
-def filled(shape: tuple[int, ...], dtype: torch.dtype, fill: float, nd: Nd, world: World) -> Tensor:
-    """A new tensor of one value as the user keeps it; on real ranks only this rank's piece is allocated."""
+def filled(
+    shape: tuple[int, ...], dtype: torch.dtype, fill: float, nd: Nd, world: World, home: int | None = None
+) -> Tensor:
+    """A new tensor of one value as the user keeps it; on real ranks only this rank's piece is allocated.
+
+    home: see ``lay_out``.
+    """
+    if home is not None and has_stages(world.whole):
+        if home != world.member:
+            return without_values(shape, dtype, world.device, world.whole, home, nd)
+        local = local_shape(shape, nd, world.placement.hierarchy, world.local_ranks[0])
+        full = torch.full(local, fill, dtype=dtype, device=world.device)
+        return wrap(full, world.whole.stage_mesh(home), nd, shape)
     if world.placement.virtual or is_whole(nd):
         return torch.full(shape, fill, dtype=dtype, device=world.device)
     local = local_shape(shape, nd, world.placement.hierarchy, world.local_ranks[0])

@@ -37,6 +37,7 @@ from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.runtime.world.consensus import Ranks
 from graphzero.runtime.world.world import World, check_device
 from graphzero.sbp.dtensor import annotation, annotation_count
+from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import B, Nd
 
 
@@ -57,6 +58,7 @@ class State:
     """The tensors of one Graph.
 
     world: makes the world, for which all ranks are needed: they have agreed on it before ``world`` is read.
+    placement: the ranks of a program; ``ranks`` has those of all stages.
     modules: attribute -> module.  optimizers: as add_optimizer was called.
     random: the stream of draws.  moved: what programs have made lie otherwise than the user has placed it.
     counters: by the states that each counts for.  program: which one's state is bound, and as it was left; or None.
@@ -66,11 +68,12 @@ class State:
     def __init__(
         self,
         world: Callable[[], World],
+        placement: Placement,
         ranks: Ranks,
         modules: Mapping[str, nn.Module],
         optimizers: Sequence[Optimizer],
     ):
-        self.placement, self._make_world = ranks.placement, world
+        self.placement, self._make_world = placement, world
         self.ranks, self.modules, self.optimizers = ranks, modules, optimizers
         self.random = RandomStream()
         self.moved: dict[str, Moved] = {}  # by path
@@ -90,7 +93,7 @@ class State:
 
     @cached_property
     def first_values(self) -> FirstValues:
-        return FirstValues(self.world)
+        return FirstValues(self.world.device, self.ranks.placement)
 
     def take_over(self, other: State) -> None:
         """Go on as ``other``, of whose tensors this one's are copies, or which they are."""

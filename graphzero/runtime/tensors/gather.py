@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from graphzero.runtime.tensors import resplit
 from graphzero.runtime.tensors.shards import coordinates, local_of
+from graphzero.runtime.tensors.stage_tensors import home_of
 from graphzero.sbp.dtensor import nd_of_dtensor
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.shards import cut, window
@@ -38,6 +39,9 @@ def wholes(xs: Sequence[DTensor], placement: Placement, nbytes: int = WINDOW) ->
     groups: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[_GatheredTensor]] = {}
     for at, x in enumerate(xs):
         nd = nd_of_dtensor(x)
+        if home_of(x, placement) is not None:
+            full[at] = resplit.whole(x, placement)
+            continue
         axes = tuple(axis for axis, sbp in enumerate(nd) if sbp.is_split and x.device_mesh.size(axis) > 1)
         if not axes or any(sbp.is_partial for sbp in nd):
             full[at] = resplit.whole(x, placement)
@@ -51,9 +55,10 @@ def wholes(xs: Sequence[DTensor], placement: Placement, nbytes: int = WINDOW) ->
 
 
 def take_piece(x: DTensor, whole: Tensor) -> None:
-    """Write this rank's piece of ``whole`` into ``x``, in place."""
+    """Write this rank's piece of ``whole`` into ``x``, in place; a rank of another pipeline stage has none."""
     at = x.device_mesh.get_coordinate()
-    assert at is not None, "a DTensor of other ranks"
+    if at is None:
+        return
     local_of(x).copy_(cut(whole, nd_of_dtensor(x), tuple(x.device_mesh.shape), at))
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from graphzero import _compat
 from graphzero.runtime.tensors.shards import is_whole, join, local_of, local_shape, piece, wrap
+from graphzero.runtime.tensors.stage_tensors import connect_axes, home_of, is_here, share_with_stages
 from graphzero.runtime.transport.communicator import communicator
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.sbp.dtensor import nd_of_dtensor, to_placements
@@ -30,9 +31,22 @@ from graphzero.sbp.types import B, Nd
 def whole(x: DTensor, placement: Placement) -> Tensor:
     """Return all values of ``x`` as a plain tensor, maybe in its own storage; every rank of ``placement`` calls it."""
     nd = nd_of_dtensor(x)
+    home = home_of(x, placement)
+    if home is not None:
+        return _whole_of_stage(x, placement, home)
     if not _is_ours(x, nd):
         return x.full_tensor().detach()
     return _redistribute(x, (B,) * len(nd), placement)
+
+
+def _whole_of_stage(x: DTensor, placement: Placement, home: int) -> Tensor:
+    connect_axes(placement)
+    if is_here(x):
+        values = _redistribute(x, (B,) * x.device_mesh.ndim, placement).contiguous()
+    else:
+        values = torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
+    share_with_stages(values, placement, home)
+    return values
 
 
 def resplit(x: DTensor, nd: Nd, placement: Placement) -> DTensor:
@@ -40,6 +54,8 @@ def resplit(x: DTensor, nd: Nd, placement: Placement) -> DTensor:
     now = nd_of_dtensor(x)
     if now == nd:
         return x
+    if not is_here(x):
+        return wrap(local_of(x), x.device_mesh, nd, x.shape)
     if not _is_ours(x, now, nd):
         return x.redistribute(placements=to_placements(nd))
     return wrap(_redistribute(x, nd, placement), x.device_mesh, nd, x.shape)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from graphzero.errors import PlacementError
 from graphzero.runtime.tensors.shards import check_mesh, local_of, wrap
 from graphzero.sbp.dtensor import nd_of_dtensor
+from graphzero.sbp.meshes import is_stage_mesh
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import B, Nd
 
@@ -17,6 +18,8 @@ from graphzero.sbp.types import B, Nd
 def nd_on(x: DTensor, placement: Placement, what: str) -> Nd:
     """Return the SBP of ``x`` on all axes of ``placement``.  Raises PlacementError for a DTensor on other ranks."""
     axes = placement.axes_of(x.device_mesh)
+    if axes is None and is_stage_mesh(x.device_mesh):  # of another stage, arranged as this one
+        return nd_of_dtensor(x)
     if axes is None:
         check_mesh(x, placement, what)
         raise PlacementError(f"{what} is on {x.device_mesh}, which is not a part of {placement!r}")

@@ -51,6 +51,12 @@ class GlooTransport(Transport):
     def exchange(self, number: int, sends: Pieces, receives: Pieces) -> Handle:
         return _Transfer(self, self._begin(number, sends, receives), (sends, receives))
 
+    def send(self, number: int, q: int, x: Tensor) -> Handle:
+        return _Transfer(self, [self._post(self._group.send, _bytes(x), q, number)], x)
+
+    def receive(self, number: int, q: int, into: Tensor) -> Handle:
+        return _Transfer(self, [self._post(self._group.recv, _bytes(into), q, number)], into)
+
     def reduce(
         self, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str, then: Continuation = None
     ) -> Handle:

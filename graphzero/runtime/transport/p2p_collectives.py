@@ -41,6 +41,12 @@ class PeerCollectives:
         self.number += _ROUNDS
         return self.number
 
+    def reserve_numbers(self, count: int) -> int:
+        """Return the first of ``count`` numbers of messages between two ranks; all ranks reserve as many."""
+        first = self.number + _ROUNDS
+        self.number += count + _ROUNDS
+        return first
+
     def begin(self, kind: str, out: Tensor, sent: Tensor, reduction: str) -> Handle:
         """Begin a collective of ``sbp.collectives`` on this rank's buffers; see ``World.begin``."""
         begun: Handle = getattr(self, f"_{kind}")(out, sent, reduction)

@@ -37,6 +37,21 @@ class Transport(ABC):
         received may be read, and what is sent may be changed, after ``wait``.
         """
 
+    def send(self, number: int, q: int, x: Tensor) -> Handle:
+        """Begin to send ``x`` to rank q, which calls ``receive`` with the same number.
+
+        x: dense; it may be changed after ``wait``.
+        """
+        nothing = x.new_empty(0)
+        sends = [x if other == q else nothing for other in range(len(self.ranks))]
+        return self.exchange(number, sends, [nothing] * len(self.ranks))
+
+    def receive(self, number: int, q: int, into: Tensor) -> Handle:
+        """Begin to receive what rank q sends with the same number; ``into`` may be read after ``wait``."""
+        nothing = into.new_empty(0)
+        receives = [into if other == q else nothing for other in range(len(self.ranks))]
+        return self.exchange(number, [nothing] * len(self.ranks), receives)
+
     @abstractmethod
     def reduce(
         self, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str, then: Continuation = None

@@ -25,11 +25,11 @@ from graphzero import _compat
 from graphzero.errors import PlacementError
 from graphzero.runtime.transport.communicator import communicator
 from graphzero.runtime.transport.p2p_collectives import OPS, ContinuedHandle, PeerCollectives
-from graphzero.runtime.transport.primitives import Handle
+from graphzero.runtime.transport.primitives import DONE, Handle
 from graphzero.runtime.transport.teardown import before_tear_down
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.runtime.world.world import World, device_of
-from graphzero.sbp.placement import Placement
+from graphzero.sbp.placement import PIPELINE, Placement
 
 _MOVED_AS_BYTES = (torch.bool, torch.int16, torch.complex64, torch.complex128)
 
@@ -48,14 +48,21 @@ before_tear_down(_release)
 class ProcessWorld(World):
     """This process' rank of ``placement``.  Every rank of the job constructs it, with equal placements.
 
+    whole: with an axis ``pp``, of which ``placement`` is the member that has this rank.
     Raises PlacementError where this process is no rank of the placement, or there is no process group.
     """
 
-    def __init__(self, placement: Placement, device: torch.device | None = None):
+    def __init__(self, placement: Placement, device: torch.device | None = None, whole: Placement | None = None):
         mesh = placement.mesh()
         rank = dist.get_rank()
-        flat = placement.ranks.ravel().tolist()
-        super().__init__(placement, device or device_of(placement), [flat.index(rank)])
+        super().__init__(placement, device or device_of(placement), [placement.ranks.ravel().tolist().index(rank)])
+        self._pipeline_line: list[int] = []  # the ranks along pp through this one
+        if whole is not None and whole.pipeline_members > 1:
+            self.whole, self.member = whole, whole.pipeline_member(rank)
+            members = (whole.without_pipeline(i) for i in range(whole.pipeline_members))
+            at = placement.coordinate(rank)
+            self._pipeline_line = [int(member.ranks[at]) for member in members]
+        flat = self.whole.ranks.ravel().tolist()
         self._groups = {name: mesh.get_group(i) for i, name in enumerate(placement.names)}
         self._communicator = communicator(flat)
         self._collectives: dict[str, PeerCollectives] = {}
@@ -103,7 +110,30 @@ class ProcessWorld(World):
         """Connect at the first collective after the last failure; every rank calls it."""
         self._communicator.connect()
         self._collectives = {axis: self._communicator.collectives(self.peers(0, axis)) for axis in self._peer_axes}
+        if self._pipeline_line:
+            self._collectives[PIPELINE] = self._communicator.collectives(self._pipeline_line)
         self._made_in = self._communicator.generation
+
+    # ---- messages between stages
+
+    def connect_stages(self) -> None:
+        """Connect this rank to all others that it sends to; every rank calls it."""
+        self._collectives_of(PIPELINE)
+
+    def reserve_messages(self, count: int) -> int:
+        """The first of ``count`` numbers of messages along ``pp``; every rank along it calls it."""
+        collectives = self._collectives_of(PIPELINE)
+        return 0 if collectives is None else collectives.reserve_numbers(count)
+
+    def send_to_member(self, member: int, x: Tensor, number: int) -> Handle:
+        """Begin to send a dense tensor to the rank of another member of ``pp`` with the same place on all other axes."""
+        collectives = self._collectives_of(PIPELINE)
+        return DONE if collectives is None else collectives.transport.send(number, member, x)
+
+    def receive_from_member(self, member: int, into: Tensor, number: int) -> Handle:
+        """Begin to receive what the rank of another member sends with ``number``."""
+        collectives = self._collectives_of(PIPELINE)
+        return DONE if collectives is None else collectives.transport.receive(number, member, into)
 
     def _begin(self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str) -> Handle:
         (out,), (sent,) = outs, ins

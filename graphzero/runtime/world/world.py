@@ -45,16 +45,21 @@ class World(ABC):
     Every argument and result named in the plural has one entry per local rank.
 
     Attributes:
-        placement: all ranks.
+        placement: the ranks of a program.
+        whole: all ranks, those of other pipeline stages among them.
         device: where the local ranks' tensors are.
         local_ranks: positions, in the flattened placement, of the ranks that live in this process.
         trace: None, or a list to which every collective is appended as ``Sent``.
         arena: the memory that programs share, one after the other.
         pending: what is under way while a program runs, by the place of its launch.
+        member: the member of ``pp`` whose ranks these are; None where the ranks of all members are in this process.
     """
 
+    member: int | None = None
+
     def __init__(self, placement: Placement, device: torch.device, local_ranks: Sequence[int]):
-        self.placement, self.device, self.local_ranks = placement, device, list(local_ranks)
+        self.placement, self.whole = placement, placement
+        self.device, self.local_ranks = device, list(local_ranks)
         self.trace: list[Sent] | None = None
         self.arena = Buffers(len(self.local_ranks))
         self.pending: dict[int, Handle] = {}

@@ -1,0 +1,84 @@
+"""Tensors that the ranks of one pipeline stage hold, and no others.
+
+On real ranks each is a DTensor on the mesh of its stage (``Placement.stage_mesh``), also where its ranks hold it whole.
+Other ranks have the same DTensor: they know its shape, and hold none of its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from graphzero.runtime.tensors.shards import is_whole, local_of, piece, position_of, wrap
+from graphzero.runtime.transport.communicator import communicator
+from graphzero.sbp.dtensor import nd_of_dtensor
+from graphzero.sbp.placement import Placement
+from graphzero.sbp.types import Nd
+
+
+def has_stages(placement: Placement) -> bool:
+    """Whether the stages of a pipeline are in different processes."""
+    return placement.pipeline_members > 1 and not placement.virtual
+
+
+def own_member(placement: Placement) -> int:
+    """The member of ``pp`` of this process; 0 where all are in it."""
+    return placement.pipeline_member(dist.get_rank()) if has_stages(placement) else 0
+
+
+def home_of(x: Tensor, placement: Placement) -> int | None:
+    """The member of ``pp`` whose ranks alone hold ``x``; None where all do."""
+    if not isinstance(x, DTensor) or not has_stages(placement):
+        return None
+    members = range(placement.pipeline_members)
+    return next((i for i in members if x.device_mesh == placement.stage_mesh(i)), None)
+
+
+def is_here(x: Tensor) -> bool:
+    """Whether this rank is one of those of ``x``."""
+    return not isinstance(x, DTensor) or x.device_mesh.get_coordinate() is not None
+
+
+def on_stage(x: Tensor, placement: Placement, member: int, nd: Nd) -> DTensor:
+    """A tensor that every rank holds whole, on the ranks of one member alone: its piece there, in its own storage
+    unless that is all of it."""
+    if own_member(placement) != member:
+        return without_values(tuple(x.shape), x.dtype, x.device, placement, member, nd)
+    stage = placement.without_pipeline(member)
+    local = piece(x.detach(), nd, stage.hierarchy, position_of(stage))
+    if not is_whole(nd):
+        local = local.clone(memory_format=torch.contiguous_format)
+    return wrap(local, placement.stage_mesh(member), nd, x.shape)
+
+
+def without_values(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, placement: Placement, member: int, nd: Nd
+) -> DTensor:
+    """A tensor of the ranks of another member."""
+    return wrap(torch.empty(0, dtype=dtype, device=device), placement.stage_mesh(member), nd, shape)
+
+
+def as_stage_tensor(x: DTensor, placement: Placement, member: int) -> DTensor:
+    """``x`` as a tensor of its member, one of whose ranks this is, in the same storage."""
+    return wrap(local_of(x), placement.stage_mesh(member), nd_of_dtensor(x), x.shape)
+
+
+def connect_axes(placement: Placement) -> None:
+    """Connect this rank along each axis, so that the ranks of a stage can exchange without the others; all call it."""
+    connections, at = communicator(placement.ranks.ravel().tolist()), placement.coordinate(dist.get_rank())
+    for axis, ranks in enumerate(placement.hierarchy):
+        if ranks > 1:
+            line = placement.ranks[(*at[:axis], slice(None), *at[axis + 1 :])]
+            connections.collectives([int(rank) for rank in line])
+
+
+def share_with_stages(x: Tensor, placement: Placement, member: int) -> None:
+    """Fill a dense tensor of all ranks with the values that it has on those of one member; every rank calls it."""
+    first = int(placement.without_pipeline(member).ranks.flat[0])
+    if x.numel():
+        flat = x.view(-1).view(torch.uint8)
+        communicator(placement.ranks.ravel().tolist()).fill(flat, first, f"what rank {first} holds")

@@ -1,0 +1,260 @@
+"""What four gloo processes check of pipeline stages: the numbers are those of virtual ranks, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from processes import computed_once, slow
+from staged import Net, batches, placement, staged_graph, stages_of, tensors_of
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import graphzero as gz
+
+SHAPE, NAMES = (2, 2), ("pp", "dp")
+
+
+def real(shape: tuple[int, ...] = SHAPE, names: tuple[str, ...] = NAMES) -> gz.Placement:
+    return gz.placement("cpu", placement(*shape, names=names).ranks, names=names)
+
+
+def share(x: Tensor, where: gz.Placement) -> Tensor:
+    """This rank's rows of the whole batch."""
+    at = where.coordinate(dist.get_rank())
+    for axis, name in enumerate(where.names):
+        if name.startswith("dp"):
+            x = x.chunk(where.hierarchy[axis])[at[axis]]
+    return x
+
+
+def whole(x: Tensor, where: gz.Placement) -> Tensor:
+    """All rows of an output of which each rank has its own."""
+    if not x.dim() or not where.data_axes:
+        return x
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, x)
+    firsts = where.without_pipeline().ranks.ravel().tolist()
+    return torch.cat([everyone[rank] for rank in firsts])
+
+
+def train(graph: Any, where: gz.Placement, steps: int = 2) -> list[Tensor]:
+    """Outputs and states of some steps, whole on every rank."""
+    torch.manual_seed(3)
+    outputs: list[Tensor] = []
+    for batch in batches(steps):
+        mine = batch if where.virtual else [share(x, where) for x in batch]
+        outputs += [x if where.virtual else whole(x, where) for x in graph(*mine)]
+    norm = graph.grad_norm
+    return [*outputs, *([norm] if norm is not None else []), *tensors_of(graph.full_state_dict())]
+
+
+def graph_on(where: gz.Placement, model: nn.Module, marks: dict[str, int], **options: Any) -> Any:
+    return staged_graph(copy.deepcopy(model), marks, where, **options)
+
+
+def assert_same(where: gz.Placement, model: nn.Module, marks: dict[str, int], **options: Any) -> None:
+    virtual = gz.placement("cpu", where.ranks, names=where.names, virtual=True)
+    (wanted,) = computed_once([lambda: train(graph_on(virtual, model, marks, **options), virtual)])
+    found = train(graph_on(where, model, marks, **options), where)
+    assert len(found) == len(wanted) > 4
+    for mine, other in zip(found, wanted, strict=True):
+        assert torch.equal(mine, other), options
+
+
+def model_of(seed: int = 0, **options: Any) -> Net:
+    torch.manual_seed(seed)
+    return Net(**options)
+
+
+ADAM = {"clip": 0.1}
+
+
+def check_schedules_at_stages_of_zero() -> None:
+    for schedule, stages, zero in [("1f1b", 2, 3), ("zb1p", 2, 1), ("zbv", 4, 2)]:
+        assert_same(
+            real(), model_of(), stages_of(4, stages), schedule=schedule, stage=zero, micro_batches=4, **ADAM
+        )  # fmt: skip
+
+
+@slow
+def check_all_schedules_at_all_stages_of_zero() -> None:
+    for schedule in ("gpipe", "1f1b", "zb1p", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv"):
+        stages = 2 if schedule in ("gpipe", "1f1b", "zb1p") else 4
+        for zero in range(4):
+            for k in (1, 4):
+                assert_same(
+                    real(), model_of(), stages_of(4, stages), schedule=schedule, stage=zero, micro_batches=k, **ADAM
+                )  # fmt: skip
+
+
+def check_other_places_of_the_axis() -> None:
+    assert_same(real((2, 2), ("dp", "pp")), model_of(), stages_of(4, 2), stage=3, micro_batches=2, **ADAM)
+    assert_same(real((4,), ("pp",)), model_of(), stages_of(4, 4), micro_batches=4, **ADAM)
+
+
+def split_layers(graph: Any, model: nn.Module) -> Any:
+    b, s = gz.sbp.B, gz.sbp.S
+    split = {"up.weight": (b, s(0)), "up.bias": (b, s(0)), "down.weight": (b, s(1))}
+    for layer in model.layers:
+        gz.to_global(layer, placement=graph.placement, sbp={**split, "*": (b, b)})
+    return graph
+
+
+def check_tensor_splits() -> None:
+    where = real((2, 2), ("pp", "tp"))
+    virtual = gz.placement("cpu", where.ranks, names=where.names, virtual=True)
+
+    def graph(on: gz.Placement) -> Any:
+        model = model_of(dist.get_rank() if on is where else 0)  # the first rank's values count
+        return split_layers(staged_graph(model, stages_of(4, 2), on, micro_batches=4, **ADAM), model)
+
+    (wanted,) = computed_once([lambda: train(graph(virtual), virtual)])
+    found = train(graph(where), where)
+    assert all(map(torch.equal, found, wanted))
+
+
+def check_kinds_of_models_and_settings() -> None:
+    marks, where = stages_of(4, 2), real()
+    assert_same(where, model_of(dropout=0.3), marks, schedule="zb1p", stage=3, micro_batches=4)
+    assert_same(where, model_of(tied=True), marks, stage=3, micro_batches=4, **ADAM)
+    assert_same(where, model_of(batch_norm=True), marks, stage=1, micro_batches=2)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert_same(where, model_of(), marks, stage=2, micro_batches=4, dtype=dtype, **ADAM)
+    rms: Any = lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.9)  # noqa: E731
+    assert_same(where, model_of(), marks, stage=2, micro_batches=2, optimizer=rms, scheduler=step_lr)
+
+
+def step_lr(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def check_a_rank_holds_what_is_of_its_stages() -> None:
+    where, model = real(), model_of()
+    graph = staged_graph(model, stages_of(4, 2), where, stage=1, micro_batches=2)
+    mine = [share(x, where) for x in batches(1)[0]]
+    graph(*mine)
+    member = where.pipeline_member(dist.get_rank())
+    here = {name: local(p).numel() == p.numel() for name, p in model.named_parameters()}
+    assert here == {name: (stages_of(4, 2)[stage_path(name)] == member) for name in here}
+    for name, p in model.named_parameters():
+        assert tuple(p.shape) == tuple(dict(model_of().named_parameters())[name].shape)
+        states = graph.optimizer.state[p]
+        assert states["step"] == 1
+        held = [local(states[key]).numel() for key in ("exp_avg", "exp_avg_sq")]
+        assert all(0 < n <= p.numel() // 2 + 8 if here[name] else n == 0 for n in held), (name, held)
+
+
+def stage_path(name: str) -> str:
+    parts = f"model.{name}".split(".")
+    return ".".join(parts[:3] if parts[1] == "layers" else parts[:2])
+
+
+def check_checkpoints_have_nothing_of_stages() -> None:
+    folder: list[Any] = [None]
+    if dist.get_rank() == 0:
+        import tempfile
+
+        folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    where, pipe = real(), real((4,), ("pp",))
+    first = graph_on(where, model_of(), stages_of(4, 2), stage=3, micro_batches=4, **ADAM)
+    train(first, where)
+    gz.save(first, folder[0])
+    wanted = tensors_of(first.full_state_dict())
+    others = [
+        graph_on(where, model_of(7), stages_of(4, 2), stage=3, micro_batches=4, **ADAM),
+        graph_on(pipe, model_of(7), stages_of(4, 4), micro_batches=4, **ADAM),
+    ]
+    for other in others:
+        gz.load(other, folder[0])
+        assert all(map(torch.equal, tensors_of(other.full_state_dict()), wanted))
+    assert all(map(torch.equal, train(first, where), train(others[0], where)))
+    train(others[1], pipe)
+    gz.load(others[1], folder[0])  # into a Graph that has run
+    assert all(map(torch.equal, tensors_of(others[1].full_state_dict()), wanted))
+    others[0].load_state_dict(first.state_dict())
+    others[1].load_state_dict(first.full_state_dict())
+    for other in others:
+        assert all(map(torch.equal, tensors_of(other.full_state_dict()), tensors_of(first.full_state_dict())))
+    assert all(map(torch.equal, train(first, where), train(others[0], where)))
+
+
+def check_eager_code_sees_whole_parameters() -> None:
+    where, model = real(), model_of()
+    graph = staged_graph(model, stages_of(4, 2), where, stage=3, micro_batches=2)
+    x = batches(1)[0][0]
+    train(graph, where)
+    full = {key: value for key, value in graph.full_state_dict()["modules"]["model"].items()}
+    copy_of = model_of(9)
+    copy_of.load_state_dict(full)
+    with graph.full_parameters():
+        assert torch.equal(model(x), copy_of(x))
+        with torch.no_grad():
+            model.head.bias.add_(1)
+            model.first.bias.add_(1)
+    after = graph.full_state_dict()["modules"]["model"]
+    for name in ("first.bias", "head.bias"):
+        assert torch.equal(after[name], full[name] + 1)
+
+
+def check_check_agrees_with_plain_pytorch() -> None:
+    where = real()
+    graph = graph_on(where, model_of(), stages_of(4, 2), stage=3, micro_batches=4, **ADAM)
+    batch = [share(x, where) for x in batches(1)[0]]
+    report = gz.check(graph, *batch)
+    assert report.agrees, report
+    graph(*batch)
+    assert gz.check(graph, *batch).agrees
+
+
+def check_two_graphs_share_a_model() -> None:
+    where, model = real(), model_of()
+    step = staged_graph(model, stages_of(4, 2), where, stage=3, micro_batches=4)
+    train(step, where)
+    evaluation = staged_graph(model, stages_of(4, 2), where, optimizer=lambda params: None, micro_batches=2)
+    copy_of = model_of(9)
+    copy_of.load_state_dict(step.full_state_dict()["modules"]["model"])
+    x, y = batches(1)[0]
+    loss, scores = evaluation(share(x, where), share(y, where))
+    assert torch.allclose(whole(scores, where), copy_of(x), atol=1e-6)
+    train(step, where)
+
+
+def check_an_error_of_one_stage_stops_all_and_the_next_call_works() -> None:
+    where, model = real(), model_of()
+    graph = staged_graph(model, stages_of(4, 2), where, stage=2, micro_batches=4)
+    other = graph_on(where, model, stages_of(4, 2), stage=2, micro_batches=4)
+    train(graph, where), train(other, where)
+    executor = graph._selection.last.part._executor
+    number, part = next(iter(executor.executors.items()))
+    plain, calls = part.run_step, []
+
+    def failing(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("a kernel of this stage fails")
+        return plain(*args)
+
+    if dist.get_rank() == 3:
+        part = executor.executors[max(executor.executors) - 2]
+        plain = part.run_step
+        part.run_step = failing
+    batch = [share(x, where) for x in batches(1)[0]]
+    try:
+        graph(*batch)
+    except Exception as error:  # noqa: BLE001
+        assert "a kernel of this stage fails" in str(error), error
+    else:
+        raise AssertionError("the call went on")
+    if dist.get_rank() == 3:
+        part.run_step = plain
+    reason = graph._source.state().partial_update_reason()
+    if not reason:
+        assert all(map(torch.equal, train(graph, where), train(other, where)))
