@@ -22,8 +22,8 @@ from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.placement_checks import check_kept, check_trained_apart
 from graphzero.runtime.tensors import shards
 from graphzero.runtime.tensors.relocate import check_ranks, describe_distribution, nd_here, relocate
-from graphzero.runtime.tensors.stage_tensors import own_member
 from graphzero.runtime.tensors.shards import global_shape, is_whole, wrap
+from graphzero.runtime.tensors.stage_tensors import own_member
 from graphzero.runtime.world.consensus import PLACE, Ranks, digest
 from graphzero.runtime.world.launch import has_fake_world, located
 from graphzero.runtime.world.world import device_of
@@ -243,7 +243,9 @@ def _module_to_global(
             PLACE, lambda: _checked_nds(module, entries, placement, sbp), lambda nds: _facts(entries, nds, placement)
         )
         news = [
-            _placed(entry.tensor, placement, everyone, nd if entry.tensor.dim() else (B,) * len(nd))  # a count is not split
+            _placed(
+                entry.tensor, placement, everyone, nd if entry.tensor.dim() else (B,) * len(nd)
+            )  # a count is not split
             for entry, nd in zip(entries, nds, strict=True)
         ]
         ranks.agree(PLACE)  # from here on nobody can stop the others: the module is placed on all ranks, or on none

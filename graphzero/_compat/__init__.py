@@ -190,6 +190,7 @@ __all__ = [
     "local_of_dtensor",
     "local_tensor",
     "lost_by_gloo",
+    "mesh_of_other_ranks",
     "make_fx",
     "makes_tensors_of_numbers",
     "modes_are_on",

@@ -113,7 +113,9 @@ def _axes(axis: str | Iterable[str] | None, placement: Placement) -> tuple[str, 
     chosen = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in chosen:
         if name == PIPELINE:
-            raise ConfigError(f"enable_zero(axis={axis!r}): along {PIPELINE} are stages, which have no states in common")
+            raise ConfigError(
+                f"enable_zero(axis={axis!r}): along {PIPELINE} are stages, which have no states in common"
+            )
         if name not in names:
             raise ConfigError(f"enable_zero(axis={axis!r}): {choices(names)}, the axes of {placement!r}")
     if not chosen or len(set(chosen)) != len(chosen):

@@ -163,7 +163,9 @@ class PipelineProgram:
     def writes(self, call: PartCall, slot: Slot) -> bool:
         """Whether a call writes over a value of its own member."""
         part = self.parts.parts[call.part]
-        written = (name for name, key in part.inputs.items() if key == slot[0] and name in self._accumulating[call.part])
+        written = (
+            name for name, key in part.inputs.items() if key == slot[0] and name in self._accumulating[call.part]
+        )
         is_own = self.member_of(slot[0].stage) == self.member_of(part.key.stage)
         return is_own and any(self.slot(slot[0], call.micro_batch) == slot for _ in written)
 

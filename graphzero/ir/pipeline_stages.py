@@ -32,15 +32,6 @@ def home_stage(node: fx.Node) -> int | None:
     return stage if value.tensor_type(node).shape else None
 
 
-def home_stage(node: fx.Node) -> int | None:
-    """The stage whose ranks alone keep a parameter, buffer or state; None where all do: scalars, and those of no stage.
-
-    So each rank can count steps and read the loss scale.
-    """
-    stage: int | None = node.meta.get("stage")
-    return stage if value.tensor_type(node).shape else None
-
-
 def is_of_params(node: fx.Node) -> bool:
     """Whether a value is a parameter, or computed of parameters alone."""
     if node.op == "placeholder":

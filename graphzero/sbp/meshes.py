@@ -35,8 +35,7 @@ def mesh_of(device_type: str, ranks: Ranks, names: tuple[str, ...]) -> DeviceMes
 
 
 def stage_mesh_of(device_type: str, ranks: Ranks, names: tuple[str, ...]) -> DeviceMesh:
-    """The mesh of the ranks of a pipeline stage.  A rank that is not among them has it too, without process groups.
-    """
+    """The mesh of the ranks of a pipeline stage.  A rank that is not among them has it too, without process groups."""
     forget_other_worlds()
     key = "stage mesh", device_type, ranks.shape, tuple(ranks.ravel().tolist()), names
     if key not in _meshes_and_groups:

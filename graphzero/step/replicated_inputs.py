@@ -1,7 +1,8 @@
 """Check that ranks which should get equal inputs have got them.
 
 A 0-d tensor, one that ``set_input`` says is B, and a batch along the axes that do not split it, is taken for equal on
-the ranks of such an axis; along ``pp`` all inputs are.  Small ones are part of each call's agreement; larger ones are compared in the first calls.
+the ranks of such an axis; along ``pp`` all inputs are.  Small ones are part of each call's agreement; larger ones are
+compared in the first calls.
 """
 
 from __future__ import annotations

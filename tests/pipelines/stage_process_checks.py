@@ -90,6 +90,7 @@ def check_all_schedules_at_all_stages_of_zero() -> None:
                 )  # fmt: skip
 
 
+@slow
 def check_other_places_of_the_axis() -> None:
     assert_same(real((2, 2), ("dp", "pp")), model_of(), stages_of(4, 2), stage=3, micro_batches=2, **ADAM)
     assert_same(real((4,), ("pp",)), model_of(), stages_of(4, 4), micro_batches=4, **ADAM)
@@ -116,6 +117,7 @@ def check_tensor_splits() -> None:
     assert all(map(torch.equal, found, wanted))
 
 
+@slow
 def check_kinds_of_models_and_settings() -> None:
     marks, where = stages_of(4, 2), real()
     assert_same(where, model_of(dropout=0.3), marks, schedule="zb1p", stage=3, micro_batches=4)
@@ -156,6 +158,7 @@ def stage_path(name: str) -> str:
     return ".".join(parts[:3] if parts[1] == "layers" else parts[:2])
 
 
+@slow
 def check_checkpoints_have_nothing_of_stages() -> None:
     folder: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -191,7 +194,7 @@ def check_eager_code_sees_whole_parameters() -> None:
     graph = staged_graph(model, stages_of(4, 2), where, stage=3, micro_batches=2)
     x = batches(1)[0][0]
     train(graph, where)
-    full = {key: value for key, value in graph.full_state_dict()["modules"]["model"].items()}
+    full = dict(graph.full_state_dict()["modules"]["model"])
     copy_of = model_of(9)
     copy_of.load_state_dict(full)
     with graph.full_parameters():
@@ -204,6 +207,7 @@ def check_eager_code_sees_whole_parameters() -> None:
         assert torch.equal(after[name], full[name] + 1)
 
 
+@slow
 def check_check_agrees_with_plain_pytorch() -> None:
     where = real()
     graph = graph_on(where, model_of(), stages_of(4, 2), stage=3, micro_batches=4, **ADAM)

@@ -222,8 +222,8 @@ def test_what_does_not_work_with_stages_says_so(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match="pipeline stages do not work with set_row_tiles yet"):
         graph(*batches(1)[0])
     monkeypatch.setattr(launch, "has_fake_world", lambda: False)
-    with gz.testing.fake_world(2), pytest.raises(ConfigError, match="run on virtual ranks so far"):
-        staged_graph(Net(), stages_of(4, 2), gz.placement("cpu", [[0], [1]], names=("pp", "dp")))
+    with gz.testing.fake_world(2), pytest.raises(ConfigError, match="run on CPU ranks so far"):
+        staged_graph(Net(), stages_of(4, 2), gz.placement("cuda", [[0], [1]], names=("pp", "dp")))
 
 
 def test_a_call_that_fails_in_the_middle_leaves_the_step_as_it_was() -> None:

@@ -20,6 +20,7 @@ from graphzero.ir.transfer_layout import shape_on
 from graphzero.runtime.execute.executor import Executor, ReleasedInputs, Results, SlotBuffers
 from graphzero.runtime.execute.pipeline_messages import MessagePassing, StepMessages
 from graphzero.runtime.execute.steps import Meter
+from graphzero.runtime.world.process import ProcessWorld
 from graphzero.runtime.world.world import World
 
 
@@ -45,7 +46,7 @@ class PipelineExecutor:
         for i, executor in self.executors.items():
             executor.placement = pipeline.placement.without_pipeline(members[i])
         self.calls = [(i, call) for i, call in enumerate(pipeline.calls) if call.part in self.executors]
-        self.messages = MessagePassing(graph, pipeline, world) if own is not None else None
+        self.messages = MessagePassing(graph, pipeline, world) if isinstance(world, ProcessWorld) else None
         self.meter: Meter | None = None
         self._shapes = {key: self._local_shapes(node) for key, node in pipeline.parts.accumulators.items()}
         self._readers = Counter(slot for _, call in self.calls for slot in {*pipeline.slots_read(call).values()})
@@ -140,13 +141,13 @@ class PipelineExecutor:
     ) -> dict[Slot, Sequence[Any]]:
         """Run a part; returns what it hands over and is yet to be read: dense, where another stage reads it."""
         results = self.executors[call.part].run_step(given, meter)
-        made = {}
+        handed_over: dict[Slot, Sequence[Any]] = {}
         for key in self.pipeline.parts.parts[call.part].outputs:
             slot = self.pipeline.slot(key, call.micro_batch)
             if left[slot]:
                 tensors = results.aux[key.name]
-                made[slot] = [x.contiguous() for x in tensors] if slot in self._moved else tensors
-        return made
+                handed_over[slot] = [x.contiguous() for x in tensors] if slot in self._moved else tensors
+        return handed_over
 
     def _inputs_of(
         self,

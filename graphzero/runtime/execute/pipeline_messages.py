@@ -3,9 +3,10 @@
 A message goes to the rank of another member of ``pp`` with the same place on all other axes.  A rank sends a value as
 soon as it is made, and receives it in front of the call that reads it, into memory that this call is given.
 
-A sender keeps what it has sent until the receiver has it.  It waits for that in front of its next call behind the one
-that reads it, in the order of ``PipelineProgram.calls``: all ranks know that order and could run one after the other
-in it, so they do not wait for each other in a circle, and how long a value is held does not depend on how fast they are.
+A sender keeps what it has sent until the receiver has it.  It waits for that in front of its first call
+behind the one that reads it, in the order of ``PipelineProgram.calls``: all ranks know that order and could run one
+after the other in it, so they do not wait for each other in a circle, and how long a value is held does not depend on
+how fast they are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from graphzero import _compat
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.pipeline_parts import PipelineProgram, Slot, StageMessage
-from graphzero.ir.pipeline_stages import home_stage
 from graphzero.ir.pipeline_stages import home_stage
 from graphzero.ir.transfer_layout import shape_on
 from graphzero.runtime.transport.primitives import Handle
@@ -132,9 +132,7 @@ class StepMessages:
 def shared_states(graph: StepGraph, pipeline: PipelineProgram) -> dict[str, int]:
     """Placeholder -> the member of ``pp`` that writes it, of the states that all ranks keep: scalars, and what is of
     no stage."""
-    writers = {
-        name: pipeline.member_of(part.key.stage) for part in pipeline.parts.parts for name in part.graph.updates
-    }
+    writers = {name: pipeline.member_of(part.key.stage) for part in pipeline.parts.parts for name in part.graph.updates}
     return {
         node.name: writers[node.name]
         for node in graph.placeholders("param", "buffer", "state")

@@ -77,8 +77,7 @@ def _on_stage(tensor: Tensor, nd: Nd, world: World, what: str, home: int) -> Ten
         return TensorLayout(tensor, [])
     elif home_of(tensor, whole) != home or nd_of_dtensor(tensor) != nd:
         nd_on(tensor, world.placement, what)
-        moved = resplit.resplit(on_whole(tensor, world.placement), nd, whole).detach()
-        tensor = as_stage_tensor(moved, whole, home)
+        tensor = as_stage_tensor(resplit.resplit(on_whole(tensor, world.placement), nd, whole), whole, home)
     return TensorLayout(tensor, [local_of(tensor)] if home == world.member else [])
 
 

@@ -7,6 +7,7 @@ Other ranks have the same DTensor: they know its shape, and hold none of its val
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,8 +73,8 @@ def connect_axes(placement: Placement) -> None:
     connections, at = communicator(placement.ranks.ravel().tolist()), placement.coordinate(dist.get_rank())
     for axis, ranks in enumerate(placement.hierarchy):
         if ranks > 1:
-            line = placement.ranks[(*at[:axis], slice(None), *at[axis + 1 :])]
-            connections.collectives([int(rank) for rank in line])
+            place: tuple[Any, ...] = (*at[:axis], slice(None), *at[axis + 1 :])
+            connections.collectives([int(rank) for rank in placement.ranks[place]])
 
 
 def share_with_stages(x: Tensor, placement: Placement, member: int) -> None:

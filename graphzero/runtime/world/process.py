@@ -126,7 +126,7 @@ class ProcessWorld(World):
         return 0 if collectives is None else collectives.reserve_numbers(count)
 
     def send_to_member(self, member: int, x: Tensor, number: int) -> Handle:
-        """Begin to send a dense tensor to the rank of another member of ``pp`` with the same place on all other axes."""
+        """Begin to send a dense tensor to the rank of another member of ``pp`` at the same place on all other axes."""
         collectives = self._collectives_of(PIPELINE)
         return DONE if collectives is None else collectives.transport.send(number, member, x)
 
