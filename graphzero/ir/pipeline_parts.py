@@ -139,6 +139,20 @@ class PipelineProgram:
         keys = [part.key for part in self.parts.parts]
         return [call for call in self.calls if self.member_of(keys[call.part].stage) == member]
 
+    def label(self, call: PartCall) -> str:
+        """What a call is called in charts: 0F3 as in schedules, and its part where that runs once a step."""
+        key = self.parts.parts[call.part].key
+        if key.kind not in BODY:
+            return str(key)
+        backward = "I" if key.stage in self._split_stages else "B"
+        letter = {FORWARD: "F", BACKWARD: backward, BACKWARD_WEIGHT: "W"}[key.kind]
+        return f"{key.stage}{letter}{call.micro_batch}"
+
+    @cached_property
+    def _split_stages(self) -> frozenset[int]:
+        """The stages whose backward is two parts."""
+        return frozenset(part.key.stage for part in self.parts.parts if part.key.kind == BACKWARD_WEIGHT)
+
     @cached_property
     def repeated(self) -> frozenset[ValueKey]:
         """The values that each micro-batch makes anew."""

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 from graphzero.capture import Captured
-from graphzero.errors import ConfigError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.pipeline_parts import PipelineProgram
@@ -86,14 +85,6 @@ class StepProgram:
     def graph(self) -> StepGraph:
         """The whole program as it runs."""
         return self.part.graph
-
-    def check_no_stages(self, doing: str) -> None:
-        """Raise ConfigError for a program of pipeline stages, of which ``doing`` would show one order of all ops."""
-        if self.part.pipeline is not None:
-            raise ConfigError(
-                f"{doing} does not show pipeline stages yet\n  graph.plan has the memory, messages and schedule of "
-                "each stage, and graph.stage_programs their programs; or leave out config.set_stage"
-            )
 
     @cached_property
     def roles(self) -> dict[str, Role]:

@@ -37,10 +37,13 @@ class PreparedCall:
     program: StepProgram
 
     def whole_executor(self, doing: str) -> Executor:
-        """The executor of the whole program.  Raises ConfigError for a program of pipeline stages."""
-        self.program.check_no_stages(doing)
+        """The executor of the whole program.  Raises ConfigError for one of pipeline stages, which has one a part."""
         executor = self.program.part.executor(self.source.world)
-        assert isinstance(executor, Executor)
+        if not isinstance(executor, Executor):
+            raise ConfigError(
+                f"{doing} does not measure pipeline stages\n  gz.trace has when each part runs, and graph.plan the "
+                "memory of each stage; or leave out config.set_stage"
+            )
         return executor
 
 

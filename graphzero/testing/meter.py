@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphzero import _compat
 from graphzero.ir.memory_space import HOST
+from graphzero.ir.pipeline_parts import PartCall
 
 if TYPE_CHECKING:
     from graphzero.runtime.execute.executor import Executor
@@ -92,6 +93,9 @@ class MemoryMeter(TorchDispatchMode):
         return Measured(self.peak, at_peak, dict(self._resident), self._peak_node, timeline, self.host_peak)
 
     # ---- what generated code calls
+
+    def begin_part(self, call: PartCall) -> None:
+        """Parts of a pipeline are counted as they come."""
 
     def watches(self, local: int) -> bool:
         """The first one only: it holds the fullest pieces."""

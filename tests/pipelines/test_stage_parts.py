@@ -18,7 +18,7 @@ from graphzero.ops import MOVE
 from graphzero.passes.stages.cut_parts import cut_parts
 from graphzero.passes.stages.stage_marks import StageMarks
 from graphzero.runtime.world import launch
-from graphzero.testing import assert_graph
+from graphzero.testing import assert_graph, measure_step
 
 STEP = """
 graph step(dp=2) local
@@ -216,8 +216,8 @@ def test_a_schedule_of_a_file(tmp_path: Any) -> None:
 def test_what_does_not_work_with_stages_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = staged_graph(Net(), stages_of(4, 2), placement(2, 2), micro_batches=4)
     graph(*batches(1)[0])
-    with pytest.raises(ConfigError, match="does not show pipeline stages yet"):
-        gz.trace(graph, *batches(1)[0])
+    with pytest.raises(ConfigError, match="measure_step does not measure pipeline stages\n  gz.trace has"):
+        measure_step(graph, *batches(1)[0])
     graph.config.set_row_tiles(2)
     with pytest.raises(ConfigError, match="pipeline stages do not work with set_row_tiles yet"):
         graph(*batches(1)[0])

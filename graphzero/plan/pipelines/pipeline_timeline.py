@@ -31,7 +31,7 @@ class TimedCall(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineStepTimeline(Timeline):
-    """A step of pipeline stages on one rank: of the member of ``pp`` that is busy longest.
+    """A step of pipeline stages on a rank of one member of ``pp``.
 
     rows: of each member, its calls.
     """
@@ -39,16 +39,17 @@ class PipelineStepTimeline(Timeline):
     rows: tuple[tuple[TimedCall, ...], ...] = ()
 
 
-def pipeline_timeline(pipeline: PipelineProgram, device: Device) -> PipelineStepTimeline:
+def pipeline_timeline(pipeline: PipelineProgram, device: Device, member: int | None = None) -> PipelineStepTimeline:
     """The timeline of a step on pipeline stages.
 
+    member: of ``pp``, whose rank's it is; None for the one that is busy longest.
     Raises ConfigError where the device says nothing of a link that is needed.
     """
     parts = [timeline(part.graph, device) for part in pipeline.parts.parts]
     rows = time_calls(pipeline, [part.seconds - device.step for part in parts], arrivals(pipeline, device))
     end = max((row[-1].end for row in rows if row), default=0.0)
     busy = [sum(timed.end - timed.begin for timed in row) for row in rows]
-    member = max(range(len(rows)), key=busy.__getitem__)
+    member = max(range(len(rows)), key=busy.__getitem__) if member is None else member
     calls = [(parts[timed.call.part], timed.begin) for timed in rows[member]]
     events = (
         event._replace(begin=event.begin + begin, end=event.end + begin)

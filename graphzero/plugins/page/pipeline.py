@@ -11,10 +11,6 @@ from torch import fx
 from graphzero.inspect.snapshots import snapshots
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.pipeline_parts import (
-    BACKWARD,
-    BACKWARD_WEIGHT,
-    BODY,
-    FORWARD,
     PartCall,
     PipelineProgram,
     StagePart,
@@ -76,14 +72,14 @@ def pipeline_data(
     ``[label, number of the part, begin, end, bytes at its worst moment, bytes behind it]`` of each call.
     members: what the plan says of each.  edges: ``[stage, stage, bytes, messages]``.
     """
-    labels, resident = CallLabels(pipeline), [sum(member.memory.resident.values()) for member in plan.members]
+    resident = [sum(member.memory.resident.values()) for member in plan.members]
     return {
         "schedule": plan.schedule,
         "bubble": plan.bubble,
         "unit": "forward" if device is None else "seconds",
         "rows": [
             [
-                [labels(call), call.part, begin, end, memory.most[call], resident[member] + memory.behind[call]]
+                [pipeline.label(call), call.part, begin, end, memory.most[call], resident[member] + memory.behind[call]]
                 for call, begin, end in row
             ]
             for member, row in enumerate(_timed(pipeline, device))
@@ -114,22 +110,6 @@ def _timed(pipeline: PipelineProgram, device: Device | None) -> list[list[TimedC
     if device is None:
         return time_calls(pipeline, unit_seconds(pipeline))
     return [list(row) for row in pipeline_timeline(pipeline, device).rows]
-
-
-class CallLabels:
-    """What calls are called in a chart: 0F3 as in schedules, and the part where it runs once a step."""
-
-    def __init__(self, pipeline: PipelineProgram) -> None:
-        self.keys = [part.key for part in pipeline.parts.parts]
-        self.split = {key.stage for key in self.keys if key.kind == BACKWARD_WEIGHT}
-
-    def __call__(self, call: PartCall) -> str:
-        key = self.keys[call.part]
-        if key.kind not in BODY:
-            return str(key)
-        backward = "I" if key.stage in self.split else "B"
-        letter = {FORWARD: "F", BACKWARD: backward, BACKWARD_WEIGHT: "W"}[key.kind]
-        return f"{key.stage}{letter}{call.micro_batch}"
 
 
 def programs_data(

@@ -1,9 +1,9 @@
 """A trace as JSON that Perfetto (https://ui.perfetto.dev) and chrome://tracing read: the Trace Event Format.
 
 A rank is a process, a stream a thread: the whole call on the first, then what the rank computed, then its collectives
-of each axis, on several threads where they are under way at the same time.  An arrow leads from where a collective is
-launched to where it is awaited.  What was planned is one more process.  Times are microseconds since the first call
-began.
+of each axis, on several threads where they are under way at the same time; with pipeline stages also the actions of the
+schedule, 0F3.  An arrow leads from where a collective is launched to where it is awaited.  What was planned is one more
+process, and one for each rank along pp.  Times are microseconds since the first call began.
 
 Format: Google, "Trace Event Format", the events of phases X (a slice), M (names), s and f (an arrow).
 """
@@ -16,6 +16,7 @@ from typing import Any
 from graphzero.ir.transfer import awaited
 from graphzero.plan.timeline import COMPUTE, Event
 from graphzero.plugins.profiler.data import RankTrace, TraceData
+from graphzero.plugins.profiler.pipeline_recorder import ACTIONS
 from graphzero.plugins.profiler.recorder import AWAIT, LAUNCH
 
 Json = dict[str, Any]
@@ -25,7 +26,8 @@ _STEP = 0  # thread of the whole call
 def document(trace: TraceData) -> Json:
     """The file's content."""
     since = min(rank.begin for rank in trace.ranks)
-    launches = {node.name: launch.node.name for node in trace.program.nodes if (launch := awaited(node)) is not None}
+    nodes = (node for program in (trace.program, *trace.programs) for node in program.nodes)
+    launches = {node.name: launch.node.name for node in nodes if (launch := awaited(node)) is not None}
     events: list[Json] = []
     for rank in trace.ranks:
         events += _rank(rank, since, launches)
@@ -33,6 +35,9 @@ def document(trace: TraceData) -> Json:
         first, number = trace.first, max(rank.rank for rank in trace.ranks) + 1
         events += _process(number, f"planned for rank {first.rank} ({trace.device})")
         events += _streams(trace.planned.events, number, since - first.program[0])
+        for member, actions in enumerate(trace.planned_actions, 1):
+            events += _process(number + member, f"planned for rank {member - 1} along pp ({trace.device})")
+            events += _streams(actions, number + member, since - first.program[0])
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": _about(trace)}
 
 
@@ -48,7 +53,8 @@ def _about(trace: TraceData) -> Json:
 
 def _rank(trace: RankTrace, since: float, launches: Mapping[str, str]) -> Iterator[Json]:
     process = trace.rank
-    yield from _process(process, f"rank {process}")
+    along = "" if trace.member is None else f", {trace.member} along pp"
+    yield from _process(process, f"rank {process}{along}")
     yield _named("thread", process, _STEP, "call")
     yield _slice("call", "call", trace.begin - since, trace.end - trace.begin, process, _STEP, {})
     yield from _streams(trace.events, process, since)
@@ -67,12 +73,14 @@ def _streams(events: Sequence[Event], process: int, since: float) -> Iterator[Js
             yield _named("thread", process, thread, stream if number == 1 else f"{stream} ({number})")
             for event in lane:
                 args: Json = {"kind": event.kind, "phase": event.phase}
-                args |= {"bytes sent": event.nbytes} if event.stream != COMPUTE else {}
+                args |= {"bytes sent": event.nbytes} if event.stream not in (COMPUTE, ACTIONS) else {}
                 yield _slice(_title(event), event.phase, event.begin - since, event.seconds, process, thread, args)
 
 
 def _title(event: Event) -> str:
     """Title of a slice: a collective's kind says more than its value's name."""
+    if event.stream == ACTIONS:
+        return event.name
     return event.kind if event.stream != COMPUTE else f"{event.kind} {event.name}"
 
 

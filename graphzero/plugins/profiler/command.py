@@ -95,10 +95,11 @@ def placement_of(options: argparse.Namespace) -> Placement | None:
 
 def whole_batch(graph: Graph, example: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments for all ranks together, from those that a FACTORY gives one rank: split inputs are repeated."""
-    reader, wanted = BuildInputReader(graph.build, graph.placement), dict(graph.config.settings.inputs)
+    where = graph.placement.without_pipeline()
+    reader, wanted = BuildInputReader(graph.build, where), dict(graph.config.settings.inputs)
     leaves, spec, names = reader.flatten(example, {})
     whole = [
-        _repeated(x, reader.nd(name, x, wanted.get(name)), graph.placement.hierarchy) if type(x) is Tensor else x
+        _repeated(x, reader.nd(name, x, wanted.get(name)), where.hierarchy) if type(x) is Tensor else x
         for name, x in zip(names, leaves, strict=True)
     ]
     args, kwargs = pytree.tree_unflatten(whole, spec)

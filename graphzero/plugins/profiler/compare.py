@@ -61,6 +61,8 @@ def _traffic(collectives: Iterable[tuple[str, str, float]]) -> dict[tuple[str, s
 
 def peak_of(graph: Graph, args: Any, kwargs: Any) -> tuple[int | None, str]:
     """The bytes at the worst moment of a call, or None and why nobody can say."""
+    if graph.plan.pipeline is not None:
+        return None, "the ranks of all pipeline stages share this process"
     if graph.config.settings.executor != "eager":
         return None, f"a plan is of the eager executor, and this one is {graph.config.settings.executor}"
     return measure_step(graph, *args, **kwargs).peak, ""
@@ -90,8 +92,8 @@ def shares(planned: Timeline, measured: RankTrace, threshold: float) -> list[Dif
     kinds = {event.name: event.kind for event in planned.events if event.stream == COMPUTE}
     mine, its = by_op(planned.events, kinds), by_op(measured.events, kinds)
     mine[EXPOSED], mine[HOST], its[HOST] = planned.exposed, planned.host, measured.around
-    rows = []
+    rows, busy = [], planned.seconds - planned.idle
     for what in dict.fromkeys((*mine, *its)):
         one, other = mine.get(what, 0.0), its.get(what, 0.0)
-        rows.append(Difference(what, "seconds", one, other, other / measured.own - one / planned.seconds))
+        rows.append(Difference(what, "seconds", one, other, other / measured.own - one / busy))
     return sorted((row for row in rows if abs(row.part) > threshold), key=lambda row: -abs(row.part))

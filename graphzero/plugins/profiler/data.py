@@ -16,6 +16,8 @@ class RankTrace:
 
     rank: its number in the job.  begin, end: of the call; program: of the program within it, in which ranks of one
     process take turns.
+    member: of ``pp``, where there are pipeline stages; ``events`` then have the actions of its stages too, by their
+    labels, on the stream "actions".
     """
 
     rank: int
@@ -23,6 +25,7 @@ class RankTrace:
     end: float
     program: tuple[float, float]
     events: tuple[Event, ...]
+    member: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -43,7 +46,8 @@ class RankTrace:
         """The same trace by a clock that is behind by ``ahead``."""
         events = tuple(one._replace(begin=one.begin - ahead, end=one.end - ahead) for one in self.events)
         begin, end = self.program
-        return RankTrace(self.rank, self.begin - ahead, self.end - ahead, (begin - ahead, end - ahead), events)
+        times = self.begin - ahead, self.end - ahead, (begin - ahead, end - ahead)
+        return RankTrace(self.rank, *times, events, self.member)
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,14 @@ class TraceData:
     no_peak: str = ""
     planned: Timeline | None = field(default=None, repr=False)
     device: str = ""
+    fullest: int | None = None
+    programs: tuple[StepGraph, ...] = field(default=(), repr=False)
+    planned_actions: tuple[tuple[Event, ...], ...] = field(default=(), repr=False)
 
     @property
     def first(self) -> RankTrace:
-        """Whose step it is that stands beside the plan."""
-        return self.ranks[0]
+        """Whose step it is that stands beside the plan: of pipeline stages, a rank of the fullest ones."""
+        return next(one for one in self.ranks if one.member == self.fullest)
 
     @property
     def is_virtual(self) -> bool:

@@ -66,9 +66,12 @@ def clock_of(device: torch.device) -> HostClock | DeviceClock:
 class EventRecorder(Meter):
     """Given to an executor as its ``meter``; ``events`` has what it has seen, one list per local rank."""
 
-    def __init__(self, graph: StepGraph, world: World) -> None:
-        synchronize(world.device)
-        self._world, self._clock = world, clock_of(world.device)
+    def __init__(self, graph: StepGraph, world: World, clock: HostClock | DeviceClock | None = None) -> None:
+        """clock: that of other recorders of the same run."""
+        if clock is None:
+            synchronize(world.device)
+        self._world, self._clock = world, clock or clock_of(world.device)
+        self._sent_until: int | None = None  # of the world's trace; None for its end
         self._nodes = {node.name: node for node in graph.nodes}
         self._local, self._node = 0, ""
         self._marks: list[tuple[int, str, Any]] = []  # local rank, what begins there, when
@@ -93,6 +96,10 @@ class EventRecorder(Meter):
         self._met.append((len(self._marks), len(self._world.trace or ())))
         self._marks.append((ALL, node.name, self._clock.read_time()))
 
+    def end(self) -> None:
+        """Take what others send from now on for theirs."""
+        self._sent_until = len(self._world.trace or ())
+
     # ---- what came of it
 
     @property
@@ -115,8 +122,8 @@ class EventRecorder(Meter):
 
     def _sent(self) -> dict[int, float]:
         """Number of a mark where ranks meet -> the bytes that a rank began to send there."""
-        begun = [*(count for _, count in self._met), len(self._world.trace or ())]
-        sent = self._world.trace or []
+        sent = (self._world.trace or [])[: self._sent_until]
+        begun = [*(count for _, count in self._met), len(sent)]
         return {
             mark: sum(one.nbytes for one in sent[first:behind])
             for (mark, first), behind in zip(self._met, begun[1:], strict=True)

@@ -14,10 +14,11 @@ from graphzero import _compat
 from graphzero.errors import ConfigError, hides_frames
 from graphzero.graph import Graph
 from graphzero.plan.device import Device
-from graphzero.plan.timeline import Event, timeline
+from graphzero.plan.timeline import Event
 from graphzero.plugins.profiler import chrome, compare, words
 from graphzero.plugins.profiler.clocks import Offsets, compare_clocks
 from graphzero.plugins.profiler.data import RankTrace, TraceData
+from graphzero.plugins.profiler.pipeline_recorder import PipelineRecorder, actions_of, fullest_member, planned_of
 from graphzero.plugins.profiler.recorder import EventRecorder
 from graphzero.runtime.world.accelerators import synchronize
 from graphzero.runtime.world.launch import has_fake_world
@@ -35,6 +36,8 @@ class Trace(TraceData):
     sent: the collectives of the first rank.  peak: bytes of its storages at the worst moment; None where that was not
     measured, for the reason ``no_peak``.
     planned: the plan's timeline on ``device``; None without one.
+    With pipeline stages what stands beside the plan is of the ``fullest`` member of ``pp``; ``programs`` are those of
+    the parts, ``planned_actions`` the planned actions of each member.
     """
 
     def differences(self, threshold: float = 0.05) -> list[compare.Difference]:
@@ -51,11 +54,16 @@ class Trace(TraceData):
         return chrome.document(self)
 
     def to_timeline(self) -> dict[str, list[dict[str, Any]]]:
-        """Planned and measured events of the first rank as plain data; the program begins at 0."""
+        """Planned and measured events of the first rank as plain data; the program begins at 0.
+
+        With pipeline stages they are of the first rank of each member of ``pp``, which is their "stage".
+        """
         since = self.first.program[0]
-        timelines = {"measured": [as_data(event, since) for event in self.first.events]}
+        members = {rank.member: rank for rank in reversed(self.ranks)} | {self.fullest: self.first}
+        measured = [as_data(event, since, rank.member) for rank in members.values() for event in rank.events]
+        timelines = {"measured": sorted(measured, key=lambda event: event["begin"])}
         if self.planned is not None:
-            timelines["planned"] = [as_data(event, 0.0) for event in self.planned.events]
+            timelines["planned"] = [as_data(event, 0.0, self.fullest) for event in self.planned.events]
         return timelines
 
     def write(self, path: str | os.PathLike[str]) -> Path:
@@ -87,7 +95,8 @@ def trace(graph: Graph, *args: Any, steps: int = 5, device: Device | str | None 
     device: what seconds are planned for: a ``Device``, or the name or path of one; None plans none.
 
     On virtual ranks ops run one after the other in this process: the tracks show that.  On CUDA events are of the
-    device's queue; a recorded step (``set_cuda_graph``) is run op by op while it is traced.
+    device's queue; a recorded step (``set_cuda_graph``) is run op by op while it is traced.  With pipeline stages each
+    rank has the actions of its stages beside its ops, "1F3" for forward of stage 1 on micro-batch 3.
 
     Raises ConfigError for ``steps`` below 1, and in a fake world, in which nothing takes time.
     """
@@ -104,8 +113,9 @@ def trace(graph: Graph, *args: Any, steps: int = 5, device: Device | str | None 
         ranks = prepared.source.ranks
         everywhere = ranks.collect(own)
         clocks = compare_clocks(ranks)
-    order = graph.placement.ranks.ravel().tolist()
-    first = everywhere[ranks.ids.index(order[0]) if ranks.active else 0]  # which holds the fullest pieces, as planned
+    order, fullest = graph.placement.ranks.ravel().tolist(), fullest_member(prepared.program.plan)
+    of_plan = int(graph.placement.without_pipeline(fullest or 0).ranks.flat[0])  # holds the fullest pieces, as planned
+    first = everywhere[ranks.ids.index(of_plan) if ranks.active else 0]
     seconds = [one[0].seconds for one in first.traced]
     chosen = _median_step(seconds)
     rank_traces = _aligned([each.traced[chosen] for each in everywhere], clocks)
@@ -121,8 +131,11 @@ def trace(graph: Graph, *args: Any, steps: int = 5, device: Device | str | None 
         sent=tuple(first.sent),
         peak=first.peak,
         no_peak=no_peak,
-        planned=None if made_for is None else timeline(prepared.program.graph, made_for),
+        planned=None if made_for is None else planned_of(prepared.program, made_for),
         device="" if made_for is None else made_for.name,
+        fullest=fullest,
+        programs=tuple(graph.stage_programs.values()),
+        planned_actions=() if made_for is None else tuple(actions_of(prepared.program, made_for)),
     )
 
 
@@ -150,10 +163,11 @@ def _take_steps(
     return _Own(traced, untraced, sent, peak), no_peak
 
 
-def as_data(event: Event, since: float) -> dict[str, Any]:
+def as_data(event: Event, since: float, member: int | None = None) -> dict[str, Any]:
     """An event for JSON, in seconds from ``since`` on."""
+    stage = {} if member is None else {"stage": member}
     named = {"name": event.name, "stream": event.stream, "kind": event.kind, "phase": event.phase}
-    return {**named, "begin": event.begin - since, "end": event.end - since}
+    return {**named, "begin": event.begin - since, "end": event.end - since, **stage}
 
 
 def _check() -> None:
@@ -173,9 +187,12 @@ def _plain(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> floa
 
 def _traced(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> tuple[list[RankTrace], list[Sent]]:
     """One call: the trace of each local rank, and the collectives of the first."""
-    executor, world = prepared.whole_executor("gz.trace"), prepared.source.world
+    world, pipeline = prepared.source.world, prepared.program.part.pipeline
+    executor = prepared.program.part.executor(world)
     sent = world.trace = []
-    executor.meter = recorder = EventRecorder(executor.graph, world)
+    recorder: EventRecorder | PipelineRecorder
+    recorder = EventRecorder(executor.graph, world) if pipeline is None else PipelineRecorder(pipeline, world)
+    executor.meter = recorder
     began = time.perf_counter()
     try:
         graph(*args, **kwargs)
@@ -187,6 +204,8 @@ def _traced(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> tup
                 "changes from call to call (a rate that build branches on, an attribute); trace it while that does "
                 "not change"
             )
+        if isinstance(recorder, PipelineRecorder):
+            return recorder.rank_traces(began, ended), recorder.sent_by(fullest_member(prepared.program.plan))
         program, events = recorder.events()
     finally:
         executor.meter = world.trace = None

@@ -63,11 +63,11 @@ def _share_lines(trace: TraceData, threshold: float) -> list[str]:
     planned = trace.planned
     if planned is None:
         return ["seconds are not compared: no device was named for which they are planned"]
-    own = trace.first.own
+    own, busy = trace.first.own, planned.seconds - planned.idle
     head = (
         f"rank {trace.first.rank} takes {format_seconds(own)}, planned for {trace.device}: "
-        f"{format_seconds(planned.seconds)}; "
-        f"measured is {own / planned.seconds:.2f} of planned"
+        f"{format_seconds(busy)}; "
+        f"measured is {own / busy:.2f} of planned" + (", without waiting for other stages" if planned.idle else "")
     )
     rows = shares(planned, trace.first, threshold)
     if not rows:
@@ -75,7 +75,7 @@ def _share_lines(trace: TraceData, threshold: float) -> list[str]:
     lines = [head, f"parts of the step that differ by more than {threshold * 100:g} % of it:"]
     lines.append(f"  {'phase, op':<36}{'planned':>11}{'':>8}{'measured':>12}")
     for row in rows:
-        parts = (row.planned, row.planned / planned.seconds), (row.measured, row.measured / own)
+        parts = (row.planned, row.planned / busy), (row.measured, row.measured / own)
         lines.append(
             f"  {row.what:<36}" + "".join(f"{format_seconds(seconds):>11}{part:>8.1%}" for seconds, part in parts)
         )

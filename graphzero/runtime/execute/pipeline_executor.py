@@ -140,6 +140,8 @@ class PipelineExecutor:
         self, call: PartCall, given: ReleasedInputs, left: Counter[Slot], meter: Meter | None
     ) -> dict[Slot, Sequence[Any]]:
         """Run a part; returns what it hands over and is yet to be read: dense, where another stage reads it."""
+        if meter is not None:
+            meter.begin_part(call)
         results = self.executors[call.part].run_step(given, meter)
         handed_over: dict[Slot, Sequence[Any]] = {}
         for key in self.pipeline.parts.parts[call.part].outputs:

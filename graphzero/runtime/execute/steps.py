@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from torch import Tensor, fx
 
 from graphzero.ir.memory_space import HOST, is_offload
+from graphzero.ir.pipeline_parts import PartCall
 from graphzero.ir.transfer import is_transfer
 
 Env = list[Any]
@@ -40,6 +41,10 @@ class Meter(Protocol):
 
     def register(self, category: str, tensors: Iterable[Tensor], most: int | None = None) -> None:
         """These are there before the run; of each at most so many bytes are for it."""
+        return
+
+    def begin_part(self, call: PartCall) -> None:
+        """The runs that follow are those of a call of a part of a pipeline."""
         return
 
     def watches(self, local: int) -> bool:
