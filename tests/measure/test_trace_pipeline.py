@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from _ranks import start_as_torchrun
 
 import graphzero as gz
 from graphzero.cli import main
@@ -83,7 +85,7 @@ def test_collectives_are_those_of_the_plan_of_the_fullest_member(found: Any) -> 
     assert sum(one.nbytes for one in trace.sent) == pytest.approx(graph.plan.comm_bytes)
     sent = [event for event in trace.first.events if event.stream == "communication dp"]
     assert sum(event.nbytes for event in sent) == pytest.approx(graph.plan.comm_bytes)
-    assert trace.peak is None and "share this process" in str(trace)
+    assert trace.peak is None and "peak not measured: that of a step on pipeline stages" in str(trace)
 
 
 def test_the_plan_stands_beside_it_without_the_wait_for_other_stages(found: Any) -> None:
@@ -119,6 +121,34 @@ def test_the_page_takes_the_measured_actions_of_all_members(found: Any, tmp_path
     events = read_measured(str(tmp_path / "measured.json"))
     assert {event["stage"] for event in events} == {0, 1}
     assert {event["name"] for event in events if event["stream"] == "actions" and event["stage"] == 1} >= {"1F0", "1I2"}
+
+
+def _trace_stages(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    where = gz.placement("cpu", [[0, 1], [2, 3]], names=("pp", "dp"))
+    graph = staged_graph(Net(), stages_of(4, 2), where, micro_batches=4, stage=1, clip=0.1)
+    trace = gz.trace(graph, *(x[:8] for x in batches(1)[0]), steps=1, device="h100")
+    actions = {one.rank: [event.name for event in actions_of(one)] for one in trace.ranks}
+    calls = graph.compiled_program("test").part.pipeline.calls_on  # type: ignore[union-attr]
+    labels = graph.compiled_program("test").part.pipeline.label  # type: ignore[union-attr]
+    expected = {rank: [labels(call) for call in calls(rank // 2)] for rank in range(4)}
+    sent = sum(event.nbytes for event in trace.first.events if event.stream == "communication dp")
+    outcome = (
+        trace.broken(),
+        actions == expected,
+        abs(sent - graph.plan.comm_bytes) < 1,
+        [r.member for r in trace.ranks],
+    )
+    Path(f"{folder}/{rank}.txt").write_text(str(outcome))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_each_process_records_its_own_stages(tmp_path: Path) -> None:
+    start_as_torchrun(_trace_stages, (str(tmp_path),), 4)
+    assert {file.read_text() for file in tmp_path.iterdir()} == {"([], True, True, [0, 0, 1, 1])"}
 
 
 def test_the_command_traces_pipeline_stages_on_virtual_ranks(tmp_path: Path, capsys: Any) -> None:

@@ -62,7 +62,7 @@ def _traffic(collectives: Iterable[tuple[str, str, float]]) -> dict[tuple[str, s
 def peak_of(graph: Graph, args: Any, kwargs: Any) -> tuple[int | None, str]:
     """The bytes at the worst moment of a call, or None and why nobody can say."""
     if graph.plan.pipeline is not None:
-        return None, "the ranks of all pipeline stages share this process"
+        return None, "that of a step on pipeline stages is not measured"
     if graph.config.settings.executor != "eager":
         return None, f"a plan is of the eager executor, and this one is {graph.config.settings.executor}"
     return measure_step(graph, *args, **kwargs).peak, ""

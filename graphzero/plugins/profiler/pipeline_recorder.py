@@ -1,6 +1,7 @@
 """A traced step on pipeline stages: which action runs when on each rank, and within it each op.
 
-The parts of all stages run one after the other in this process.  Each call of one is recorded by itself.
+Each call of a part is recorded by itself.  On virtual ranks the parts of all stages run one after the other; between
+processes each records those of its own stages, and what lies between two actions is the wait for other stages.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from graphzero.plugins.profiler.recorder import EventRecorder, clock_of
 from graphzero.runtime.execute.steps import Meter
 from graphzero.runtime.world.accelerators import synchronize
 from graphzero.runtime.world.world import Sent, World
+from graphzero.sbp.placement import PIPELINE
 from graphzero.step.program import StepProgram
 
 ACTIONS = "actions"  # a stream
@@ -27,7 +29,7 @@ PHASES = {BACKWARD: "backward", BACKWARD_WEIGHT: "backward", EPILOGUE: "update"}
 
 
 class PipelineRecorder(Meter):
-    """As ``EventRecorder``, for a step whose parts all run in this process."""
+    """As ``EventRecorder``, for the parts of a step that run in this process."""
 
     def __init__(self, pipeline: PipelineProgram, world: World) -> None:
         synchronize(world.device)
@@ -63,11 +65,12 @@ class PipelineRecorder(Meter):
         return bool(self._calls)
 
     def sent_by(self, member: int | None) -> list[Sent]:
-        """The collectives of one rank of a member of ``pp``."""
+        """The collectives of one rank of a member of ``pp``, without what it sends to other members."""
         sent = list(self._world.trace or ())
         ends = [*(first for _, _, first in self._calls[1:]), len(sent)]
         calls = zip(self._calls, ends, strict=True)
-        return [one for (call, _, first), end in calls if self._member(call) == member for one in sent[first:end]]
+        own = (one for (call, _, first), end in calls if self._member(call) == member for one in sent[first:end])
+        return [one for one in own if one.axis != PIPELINE]
 
     def rank_traces(self, begin: float, end: float) -> list[RankTrace]:
         """The trace of each rank of each member of ``pp``.  begin, end: of the call."""

@@ -24,6 +24,7 @@ from graphzero.plan.timeline import COMPUTE, Event
 from graphzero.runtime.execute.steps import Meter
 from graphzero.runtime.world.accelerators import ACCELERATORS, synchronize
 from graphzero.runtime.world.world import World
+from graphzero.sbp.placement import PIPELINE
 
 PACK, UNPACK, LAUNCH, AWAIT, WRITE_BACK = "pack", "unpack", "launch", "await", "write back"
 ALL = -1  # in place of a local rank: they meet
@@ -125,7 +126,7 @@ class EventRecorder(Meter):
         sent = (self._world.trace or [])[: self._sent_until]
         begun = [*(count for _, count in self._met), len(sent)]
         return {
-            mark: sum(one.nbytes for one in sent[first:behind])
+            mark: sum(one.nbytes for one in sent[first:behind] if one.axis != PIPELINE)  # sent between parts
             for (mark, first), behind in zip(self._met, begun[1:], strict=True)
         }
 
