@@ -171,6 +171,20 @@ def test_a_limit_of_bytes_moves_the_cut() -> None:
     assert stages_in(lines[1])[0] == "0: model.first, model.layers.0-2"
 
 
+def test_under_a_budget_values_are_computed_again_and_the_cut_stays() -> None:
+    def compiled(budget: int | None) -> tuple[int, str]:
+        graph = auto_graph(Net(), micro_batches=8)
+        graph.config.set_memory_budget(budget)
+        line = decision(graph, *batches(1, 1024)[0])
+        return graph.plan.memory.peak, line
+
+    peak, line = compiled(None)
+    below, again = compiled(peak * 3 // 4)
+    assert below <= peak * 3 // 4 and again == line
+    with pytest.raises(gz.ConfigError, match="1,000"):
+        compiled(1000)
+
+
 # ---- the modules that are cut between
 
 
