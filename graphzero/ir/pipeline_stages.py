@@ -34,9 +34,15 @@ def home_stage(node: fx.Node) -> int | None:
 
 def is_of_params(node: fx.Node) -> bool:
     """Whether a value is a parameter, or computed of parameters alone."""
-    if node.op == "placeholder":
-        return value.has_role(node, "param")
-    return bool(node.all_input_nodes) and all(map(is_of_params, node.all_input_nodes))
+    left, seen = [node], {node}
+    while left:
+        x = left.pop()
+        operands = x.all_input_nodes
+        if not (value.has_role(x, "param") if x.op == "placeholder" else operands):
+            return False
+        left += [operand for operand in operands if operand not in seen]
+        seen.update(operands)
+    return True
 
 
 def stages_of(nodes: Iterable[fx.Node]) -> Stages:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from staged import Net, batches, cross_entropy, placement, staged_graph, stages_of
-from torch import nn
+from torch import fx, nn
 
 import graphzero as gz
 from graphzero.errors import ConfigError, ScheduleError
+from graphzero.ir.pipeline_stages import is_of_params
 from graphzero.ir.pipeline_stages import stages_of as stages_of_nodes
 from graphzero.ir.text.parser import ParseError
+from graphzero.ir.value import Role
 from graphzero.ops import MOVE
 from graphzero.passes.stages.cut_parts import cut_parts
 from graphzero.passes.stages.stage_marks import StageMarks
@@ -262,3 +264,13 @@ def test_an_error_names_the_rank_of_its_stage() -> None:
         (note,) = raised.value.__notes__  # type: ignore[attr-defined]
         stage = [2, 3] if names[0] == "pp" else [1, 3]
         assert f'while rank {rank} of placement("cpu", {stage}' in note and "ran graph Train.forward@1" in note
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("param", True), ("batch", False)])
+def test_what_is_computed_of_parameters_alone_is_known_at_any_depth(kind: str, expected: bool) -> None:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["role"] = Role(kind, "x")
+    for _ in range(3000):
+        node = graph.call_function(torch.add, (node, node))
+    assert is_of_params(node) is expected

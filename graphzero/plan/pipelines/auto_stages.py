@@ -68,7 +68,7 @@ def choose_stages(
     if device is not None or request.nbytes is not None:
         draft = _draft(graph, options, own, units)
         if device is not None:
-            costs = _sum_by_unit(draft, units, _node_seconds(draft, device))
+            costs = _unit_seconds(draft, units, device)
         nbytes = _sum_by_unit(draft, units, _state_bytes(draft))
     limit = inf if request.nbytes is None else request.nbytes / -(-count // request.members)
     stages = choose_cuts(costs, count, pinned, nbytes, limit)
@@ -118,14 +118,23 @@ def _sum_by_unit(draft: Liveness, units: StageUnits, amounts: Iterable[tuple[fx.
     return sums
 
 
-def _node_seconds(draft: Liveness, device: Device) -> Iterator[tuple[fx.Node, float]]:
-    """What the ops of forward and backward take: for all micro-batches, without what comes before and behind them."""
-    has_body = any(map(value.repeats_of, draft.nodes))
-    for node in draft.nodes:
-        repeats = value.repeats_of(node) if has_body else 1
-        if node.target is not MOVE and value.phase_of(node) in ("forward", "backward") and repeats:
-            seconds = seconds_of(draft, node, device)
-            yield node, repeats * max(seconds - (device.call if device.runs_ahead else 0.0), 0.0)
+def _unit_seconds(draft: Liveness, units: StageUnits, device: Device) -> list[float]:
+    """What forward and backward of all micro-batches take, without what comes before and behind them.
+
+    Transfers run beside ops, and ops are started ahead, where the device does that.
+    """
+    device = replace(device, call=0.0) if device.runs_ahead else device
+    has_body, sums = any(map(value.repeats_of, draft.nodes)), []
+    for is_transfer in (False, True):
+        seconds = [
+            (node, seconds_of(draft, node, device) * (value.repeats_of(node) if has_body else 1))
+            for node in draft.nodes
+            if (node in draft.layouts) == is_transfer
+            and node.target is not MOVE
+            and value.phase_of(node) in ("forward", "backward")
+        ]
+        sums.append(_sum_by_unit(draft, units, seconds))
+    return [max(both) if device.overlaps else sum(both) for both in zip(*sums, strict=True)]
 
 
 def _state_bytes(draft: Liveness) -> Iterator[tuple[fx.Node, float]]:
