@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from processes import computed_once, slow
 from staged import Net, batches, placement, staged_graph, stages_of, tensors_of
+from storages import Storages
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -84,10 +86,10 @@ def check_all_schedules_at_all_stages_of_zero() -> None:
     for schedule in ("gpipe", "1f1b", "zb1p", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv"):
         stages = 2 if schedule in ("gpipe", "1f1b", "zb1p") else 4
         for zero in range(4):
-            for k in (1, 4):
-                assert_same(
-                    real(), model_of(), stages_of(4, stages), schedule=schedule, stage=zero, micro_batches=k, **ADAM
-                )  # fmt: skip
+            assert_same(
+                real(), model_of(), stages_of(4, stages), schedule=schedule, stage=zero,
+                micro_batches=4 if zero % 2 else 1, **ADAM,
+            )  # fmt: skip
 
 
 @slow
@@ -262,3 +264,34 @@ def check_an_error_of_one_stage_stops_all_and_the_next_call_works() -> None:
     reason = graph._source.state().partial_update_reason()
     if not reason:
         assert all(map(torch.equal, train(graph, where), train(other, where)))
+
+
+def check_bytes_of_each_stage_are_the_plans() -> None:
+    # at stages 0 and 1 a transport holds a copy of small buffers while it reduces them, which no plan counts
+    for schedule, stages, zero in [("1f1b", 2, 0), ("gpipe", 2, 3), ("zb1p", 2, 2), ("zbv", 4, 2)]:
+        where = real() if zero else real(SHAPE, ("pp", "tp"))
+        graph = graph_on(
+            where, model_of(), stages_of(4, stages), loss_fn=loss_alone, schedule=schedule, stage=zero,
+            micro_batches=4, **ADAM,
+        )  # fmt: skip
+        mine = [share(x, where) for x in batches(1)[0]]
+        graph(*mine)
+        graph(*mine)
+        gc.collect()
+        executor = graph._selection.last.part._executor
+        slots = {x for one in executor.executors.values() for some in one.slots.values() for x in some}
+        bound = {x for one in executor.executors.values() for some in one.bound.values() for x in some}
+        known = [local(x) for x in tensors_of(graph.state_dict())]
+        transports = [one.transport for one in graph._source.world._collectives.values()]
+        known += [x for one in transports if (x := getattr(one, "_scratch", None)) is not None]  # of no plan
+        with Storages([*mine, *slots, *bound, *known]) as mode:
+            graph(*mine)
+        member = graph.plan.pipeline.members[where.pipeline_member(dist.get_rank())]
+        before = sum(member.memory.resident.values())
+        beside = mode.peak + before - member.memory.peak
+        smaller = where.coordinate(dist.get_rank())[1] * 8  # a second rank's pieces of 5 elements
+        assert -smaller <= beside <= 0, (schedule, zero, beside, member)
+
+
+def loss_alone(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)

@@ -2,7 +2,8 @@
 
 Between two calls a rank holds its states, the communication slots of its parts, and what parts have handed over and a
 later call of its stages reads: the activations in flight.  While a part runs, what it makes itself is added.  What is
-sent to another stage is in flight there from the call that reads it first, in a buffer of its own.
+sent to another stage is in flight there from the call that reads it first, in a buffer of its own, and here until the
+first call behind that one.
 """
 
 from __future__ import annotations
@@ -103,7 +104,17 @@ class PipelineMemory:
         left.update(slot for slot in pipeline.returned if pipeline.member_of(slot[0].stage) == member)
         in_flight: dict[Slot, InFlight] = {}
         accumulators = set(pipeline.parts.accumulators)
-        for call in calls:
+        messages = [message for message in pipeline.messages if message.source == member]
+        left.update(message.slot for message in messages)
+        own = set(calls)
+        for i, call in enumerate(pipeline.calls):
+            if call not in own:
+                continue
+            for message in [message for message in messages if message.sent_after < message.read_by < i]:
+                messages.remove(message)  # sent, and read: see the module ``pipeline_messages`` of the runtime
+                left[message.slot] -= 1
+                if not left[message.slot]:
+                    in_flight.pop(message.slot, None)
             over = self._over_time(call, in_flight, left, accumulators, resident)
             yield call, over, sum({one.lies: one.nbytes for one in in_flight.values()}.values())
 
