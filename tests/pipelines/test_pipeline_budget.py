@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from functools import cache
 from typing import Any
 
@@ -152,6 +153,21 @@ def test_a_tight_budget_that_adds_up_in_parts_changes_no_bit() -> None:
     assert_same_bits(graph, graph_of(whole=True, stage=3, clip=0.1))
     text = "\n".join(graph.plan.decisions)
     assert "in parts" in text and "added up whole" not in text and "computed again" in text
+
+
+def test_16_bit_casts_may_be_computed_again_beside_parameters_that_are_gathered_once() -> None:
+    def compiled(budget: int | None) -> TrainGraph:
+        torch.manual_seed(0)
+        graph = staged_graph(Net(4), stages_of(4, 2), placement(2, 2), micro_batches=4, loss_fn=loss, stage=3)
+        graph.config.enable_amp()
+        graph.config.set_memory_budget(budget)
+        return graph.compile(*batches(1, 128)[0])
+
+    budget = int(0.85 * compiled(None).plan.memory.peak)
+    graph = compiled(budget)
+    assert graph.plan.memory.peak <= budget
+    assert any(name.endswith("narrow_mb") for name in graph.plan.recomputed)
+    assert re.search("stage 0: gathered once a step: [1-9]", "\n".join(graph.plan.decisions))
 
 
 def test_a_budget_that_no_program_fits_is_refused_with_what_it_needs() -> None:

@@ -18,6 +18,8 @@ from functools import cached_property
 import numpy as np
 
 from graphzero.errors import ConfigError
+from graphzero.ir import value
+from graphzero.ir.aliases import is_copy
 from graphzero.passes import Options
 from graphzero.passes.memory.recompute import merge_gathers
 from graphzero.passes.stages.micro_batch_program import micro_batch_program
@@ -195,8 +197,17 @@ class PipelineFit:
         paths = {path for choice in chosen.values() for path in choice if path != ACCUMULATORS}
         members = (member for member, choice in chosen.items() if ACCUMULATORS in choice)
         whole_on = (stage for member in members for stage in self.programs.schedule.stages_on(member))
-        paths_once = tuple(sorted({*(options.keep_gathered or ()), *paths}))
-        return replace(options, keep_gathered=paths_once or options.keep_gathered, whole_on=tuple(sorted(whole_on)))
+        paths_once = tuple(sorted({*(options.keep_gathered or ()), *paths})) or options.keep_gathered
+        casts = {name for name, path in self._param_casts.items() if path in paths}  # are made before micro-batches
+        recompute = tuple(name for name in options.recompute if name not in casts)
+        return replace(options, keep_gathered=paths_once, whole_on=tuple(sorted(whole_on)), recompute=recompute)
+
+    @cached_property
+    def _param_casts(self) -> dict[str, str]:
+        """The parameter of each value of micro-batches that is a cast of one."""
+        graph = self.programs.variants.before("recompute", self.options)
+        roles = ((node.name, value.role_of(node)) for node in graph.nodes if is_copy(node.target))
+        return {name: role.of for name, role in roles if role is not None and role.kind == "param"}
 
     def _describe_traffic(
         self, member: int, candidates: list[MemoryCandidate], choice: TrafficChoice, budget: Budget
