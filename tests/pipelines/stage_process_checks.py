@@ -81,6 +81,15 @@ def check_schedules_at_stages_of_zero() -> None:
         )  # fmt: skip
 
 
+def check_chosen_stages() -> None:
+    assert_same(real(), model_of(), {"auto": 4}, schedule="zbv", stage=3, micro_batches=4, **ADAM)
+    graph = graph_on(real(), model_of(), {"auto": 2}, micro_batches=4)
+    graph.compile(*(share(x, real()) for x in batches(1)[0]))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, graph.plan.decisions)
+    assert len({*everyone}) == 1 and "set_stage" in everyone[0][0]
+
+
 @slow
 def check_all_schedules_at_all_stages_of_zero() -> None:
     for schedule in ("gpipe", "1f1b", "zb1p", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv"):
