@@ -92,12 +92,13 @@ def check_chosen_stages() -> None:
 
 @slow
 def check_all_schedules_at_all_stages_of_zero() -> None:
-    for schedule in ("gpipe", "1f1b", "zb1p", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv"):
+    names = ("gpipe", "1f1b", "zb1p", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv")
+    for number, schedule in enumerate(names):
         stages = 2 if schedule in ("gpipe", "1f1b", "zb1p") else 4
-        for zero in range(4):
+        for zero in (number % 4, (number + 2) % 4):
             assert_same(
                 real(), model_of(), stages_of(4, stages), schedule=schedule, stage=zero,
-                micro_batches=4 if zero % 2 else 1, **ADAM,
+                micro_batches=1 if zero == 1 else 4, **ADAM,
             )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ how fast they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from graphzero import _compat
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.pipeline_parts import PipelineProgram, Slot, StageMessage
+from graphzero.ir.pipeline_parts import BODY, PipelineProgram, Slot, StageMessage
 from graphzero.ir.pipeline_stages import home_stage
 from graphzero.ir.transfer_layout import shape_on
 from graphzero.runtime.transport.primitives import Handle
@@ -41,6 +41,7 @@ class MessagePassing:
                 self.sends.setdefault(message.sent_after, []).append((number, message))
             elif message.target == member:
                 self.receives.setdefault(message.read_by, []).append((number, message))
+        self.call_names = list(_name_calls(pipeline))
         self._nodes = {node.name: node for node in graph.nodes}
         self._shared = shared_states(graph, pipeline)
         self.count = len(messages) + len(self._shared) * (pipeline.schedule.ranks - 1)
@@ -82,16 +83,17 @@ class StepMessages:
 
     def __init__(self, passing: MessagePassing, first: int) -> None:
         self.passing, self.world, self.first = passing, passing.world, first
-        self._under_way: list[tuple[int, Handle, Tensor]] = []  # what is sent, with the call that reads it
+        self._under_way: list[tuple[int, int, Handle, Tensor]] = []  # what is sent: by which call it is read, where
 
     def wait_for_readers(self, call: int) -> None:
         """Let go of what calls before ``call`` read."""
         waiting = []
-        for read_by, handle, x in self._under_way:
+        for sent in self._under_way:
+            read_by, target, handle, _ = sent
             if read_by < call:
-                handle.wait()
+                self.world.wait_for_member(handle, target, f"to come to {self.passing.call_names[read_by]}")
             else:
-                waiting.append((read_by, handle, x))
+                waiting.append(sent)
         self._under_way = waiting
 
     def receive_for(self, call: int) -> dict[Slot, list[Tensor]]:
@@ -99,10 +101,12 @@ class StepMessages:
         received, handles = {}, []
         for number, message in self.passing.receives.get(call, ()):
             x = self.passing.allocate(message.slot)
-            handles.append(self.world.receive_from_member(message.source, x, self.first + number))
+            handles.append((message, self.world.receive_from_member(message.source, x, self.first + number)))
             received[message.slot] = [x]
-        for handle in handles:
-            handle.wait()
+        for message, handle in handles:
+            purpose = f"to end {self.passing.call_names[message.sent_after]}"
+            self.world.wait_for_member(handle, message.source, purpose)
+        self.world.note_doing(self.passing.call_names[call])
         return received
 
     def send(self, number: int, message: StageMessage, x: Tensor, is_written_later: bool) -> None:
@@ -115,7 +119,7 @@ class StepMessages:
         if self.world.trace is not None:
             self.world.trace.append(Sent("send", PIPELINE, x.numel() * x.element_size()))
         handle = self.world.send_to_member(target, x, self.first + number)
-        self._under_way.append((read_by, handle, x))
+        self._under_way.append((read_by, target, handle, x))
 
     def share_scalars(self) -> None:
         """Give all ranks the scalars of the state that one stage has written."""
@@ -124,9 +128,17 @@ class StepMessages:
             if source == self.world.member:
                 self._send(number, target, x, len(self.passing.pipeline.calls))
             elif target == self.world.member:
-                handles.append(self.world.receive_from_member(source, x, self.first + number))
-        for handle in handles:
-            handle.wait()
+                handles.append((source, self.world.receive_from_member(source, x, self.first + number)))
+        for source, handle in handles:
+            self.world.wait_for_member(handle, source, "to end the step")
+
+
+def _name_calls(pipeline: PipelineProgram) -> Iterator[str]:
+    """What calls are called in messages; the last name is of the end of the step."""
+    for part, micro_batch in pipeline.calls:
+        key = pipeline.parts.parts[part].key
+        yield f"{key} of micro-batch {micro_batch}" if key.kind in BODY else str(key)
+    yield "the end of the step"
 
 
 def shared_states(graph: StepGraph, pipeline: PipelineProgram) -> dict[str, int]:

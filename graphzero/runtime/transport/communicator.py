@@ -29,7 +29,7 @@ import logging
 import pickle
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -74,7 +74,7 @@ class Communicator(GroupMessages):
         self.limit = _compat.timeout_of(_world())
         self.generation, self.label, self.number = 0, "", 0
         self._store = _compat.job_store(f"graphzero {','.join(map(str, ids))} {index}")
-        self._wait_state = WaitState()
+        self.wait_state = WaitState()
         self._places: dict[int, tuple[str | None, int]] = {}  # ``process_location`` of all, when they have come
         self._monitor = self._watch({})
         self._watches_hosts = False
@@ -86,7 +86,7 @@ class Communicator(GroupMessages):
         """Begin a call."""
         self.label = label
         self.number += 1
-        self._wait_state.end()  # of a former call that was interrupted
+        self.wait_state.end()  # of a former call that was interrupted
 
     @property
     def ended(self) -> frozenset[int]:
@@ -132,7 +132,7 @@ class Communicator(GroupMessages):
 
     def _gloo_transport(self, axis: Sequence[int], own: int) -> GlooTransport:
         members, index = [self.ids.index(rank) for rank in axis], len(self._collectives)
-        return GlooTransport(self._group, members, axis, own, index, self.limit, self._wait_state)
+        return GlooTransport(self._group, members, axis, own, index, self.limit, self.wait_state)
 
     def _wait_for_all(self) -> None:
         """Wait until all ranks have come to this generation."""
@@ -180,12 +180,12 @@ class Communicator(GroupMessages):
 
     def run_collective(self, begin: Callable[[Any], Any], purpose: str) -> None:
         self.connect()
-        self._wait_state.begin(ALL_RANKS, purpose)
+        self.wait_state.begin(ALL_RANKS, purpose)
         try:
             begin(self._group).wait()
         except RuntimeError as error:
             raise lost_connection(self.rank, purpose, error) from error
-        self._wait_state.end()
+        self.wait_state.end()
 
     # ---- failures
 
@@ -247,23 +247,43 @@ class Communicator(GroupMessages):
 
     def _watch(self, remote: Mapping[int, socket.socket]) -> ProcessMonitor:
         return ProcessMonitor(
-            self._places, remote, self._wait_state, self._disconnect_rank, self._break_group, self._report_long_wait
-        )
+            self._places, remote, self.wait_state, self._disconnect_rank, self._break_group, self._report_long_wait,
+            lambda doing: self._monitor_store(lambda reports: reports.tell_doing(self.rank, doing)),
+        )  # fmt: skip
 
     def _disconnect_rank(self, rank: int) -> None:
         for axis in list(self._collectives.values()):
             axis.transport.disconnect_rank(rank)
 
-    def _report_long_wait(self, purpose: str, is_again: bool) -> None:
-        """Record in the store that this rank has waited for a while; the second time, name the ranks that do not."""
+    def _monitor_store(self, use: Callable[[ReportStore], Any]) -> None:
         with suppress(Exception):  # any error of a store whose host has ended
-            reports = ReportStore(_compat.own_connection(self._generation_store()))
+            use(ReportStore(_compat.own_connection(self._generation_store())))
+
+    def _report_long_wait(self, purpose: str, is_again: bool) -> None:
+        """Log that this rank has waited for one other for a while, with what that one does; or record in the store that
+        it has waited for all, and the second time log which ranks do not."""
+        ranks = self.wait_state.ranks
+        if ranks is not ALL_RANKS:
+            self._monitor_store(lambda reports: self._log_wait_for(list(self._ids_in(ranks)), purpose, reports))
+            return
+
+        def report(reports: ReportStore) -> None:
             others = set(self.ids) - {self.rank}
             reports.mark_waiting(self.rank)
             late = sorted(others.difference(reports.ranks_waiting(others, 3 * LONG_WAIT))) if is_again else []
             if late:
                 text = late_text(self.rank, self.label, purpose, late, 2 * LONG_WAIT, self.limit)
                 event("waits", text, logging.WARNING, rank=self.rank, late=late)
+
+        self._monitor_store(report)
+
+    def _ids_in(self, ranks: Container[int]) -> Iterator[int]:
+        return (rank for rank in self.ids if rank in ranks)
+
+    def _log_wait_for(self, late: list[int], purpose: str, reports: ReportStore) -> None:
+        doing = "; ".join(f"rank {rank} is in {reports.doing_of(rank) or 'nothing of this call'}" for rank in late)
+        text = f"rank {self.rank} has waited {LONG_WAIT:.0f} s or more in its {self.label} for {purpose}; {doing}"
+        event("waits", text, logging.WARNING, rank=self.rank, late=late)
 
 
 _communicators: dict[tuple[int, ...], tuple[Any, Communicator]] = {}  # ranks -> (the world it was made in, it)

@@ -85,6 +85,15 @@ class ReportStore:
         """Record that this rank waits now."""
         self._store.set(f"waits {rank}", str(time.time()))
 
+    def tell_doing(self, rank: int, doing: str) -> None:
+        """Record what this rank computes."""
+        self._store.set(f"doing {rank}", doing)
+
+    def doing_of(self, rank: int) -> str:
+        """Return what a rank has recorded last."""
+        key = f"doing {rank}"
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
     def ranks_waiting(self, ranks: Iterable[int], seconds: float) -> list[int]:
         """Return those of ``ranks`` that have recorded a wait within so many seconds."""
         keys = {rank: f"waits {rank}" for rank in ranks}

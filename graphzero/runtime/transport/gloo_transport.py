@@ -101,7 +101,7 @@ class GlooTransport(Transport):
         for work, q in works:
             if work is None:
                 continue
-            self._wait_state.begin([self.ranks[q]])
+            self._wait_state.begin([self.ranks[q]], self._wait_state.purpose)
             try:
                 work.wait()
             except RuntimeError as error:

@@ -39,11 +39,14 @@ ALL_RANKS = range(2**62)
 
 
 class WaitState:
-    """The wait of the main thread: for which ranks, and for what.  number: changes with each wait."""
+    """The wait of the main thread: for which ranks, and for what.  number: changes with each wait.
+
+    doing: a description of what this rank computes, for ranks that wait for it.
+    """
 
     def __init__(self) -> None:
         self.ranks: Container[int] = ()
-        self.number, self.purpose = 0, ""
+        self.number, self.purpose, self.doing = 0, "", ""
 
     def begin(self, ranks: Container[int], purpose: str = "") -> None:
         """Begin to wait for any of ``ranks``."""
@@ -51,7 +54,7 @@ class WaitState:
         self.ranks, self.purpose = ranks, purpose
 
     def end(self) -> None:
-        self.ranks = ()
+        self.ranks, self.purpose = (), ""
 
 
 def ranks_on_host(places: Mapping[int, tuple[str | None, int]]) -> set[int]:
@@ -70,18 +73,18 @@ class ProcessMonitor:
     def __init__(
         self, places: Mapping[int, tuple[str | None, int]], remote: Mapping[int, socket.socket], wait_state: WaitState,
         disconnect_rank: Callable[[int], None], abort_waits: Callable[[], None],
-        report_long_wait: Callable[[str, bool], None],
+        report_long_wait: Callable[[str, bool], None], tell_doing: Callable[[str], None],
     ):  # fmt: skip
         """places: ``process_location`` by rank.  remote: TCP connections with ranks of other hosts.
 
         Called in the monitor's thread: disconnect_rank, with each rank that has ended; abort_waits, where this process
-        goes on to wait for such a rank; report_long_wait, twice where it waits long for all ranks, with the purpose of
-        the wait and whether this is the second time.
+        goes on to wait for such a rank; report_long_wait, twice where it waits long, with the purpose of the wait and
+        whether this is the second time; tell_doing, from time to time with what this rank computes.
         """
         self.ended: set[int] = set()
         self._wait_state, self._seen_wait = wait_state, (0, 0)  # number of the wait seen last, and how often it was
         self._disconnect_rank, self._abort_waits = disconnect_rank, abort_waits
-        self._report_long_wait = report_long_wait
+        self._report_long_wait, self._tell_doing = report_long_wait, tell_doing
         self._ranks: dict[int, int] = {}  # by file descriptor
         self.remote, self._connections = frozenset(remote), [*remote.values()]  # held, or they would be closed
         for rank, connection in remote.items():
@@ -119,11 +122,13 @@ class ProcessMonitor:
                 self._check_long_wait()
 
     def _check_long_wait(self) -> None:
-        """Report a wait for all ranks that was under way at the last look, and at the one before."""
+        """Report a wait with a purpose that was under way at the last look, and at the one before."""
         wait = self._wait_state
+        if wait.doing:
+            self._tell_doing(wait.doing)
         number, times = self._seen_wait
         self._seen_wait = wait.number, (times + 1 if number == wait.number and wait.ranks else 0)
-        if wait.ranks is ALL_RANKS and self._seen_wait[1] in (1, 2):
+        if wait.ranks and wait.purpose and self._seen_wait[1] in (1, 2):
             self._report_long_wait(wait.purpose, self._seen_wait[1] == 2)
 
     def _check_waits_for(self, last_waits: dict[int, int]) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphzero import _compat
-from graphzero.errors import PlacementError
+from graphzero.errors import PlacementError, RankError
 from graphzero.runtime.transport.communicator import communicator
 from graphzero.runtime.transport.p2p_collectives import OPS, ContinuedHandle, PeerCollectives
 from graphzero.runtime.transport.primitives import DONE, Handle
@@ -124,6 +124,21 @@ class ProcessWorld(World):
         """The first of ``count`` numbers of messages along ``pp``; every rank along it calls it."""
         collectives = self._collectives_of(PIPELINE)
         return 0 if collectives is None else collectives.reserve_numbers(count)
+
+    def note_doing(self, doing: str) -> None:
+        """Say what this rank computes, for ranks that wait for it."""
+        self._communicator.wait_state.doing = doing
+
+    def wait_for_member(self, handle: Handle, member: int, purpose: str) -> None:
+        """Wait for a message to or from another member."""
+        state, rank = self._communicator.wait_state, self._pipeline_line[member]
+        state.begin([rank], f"rank {rank} {purpose}")
+        try:
+            handle.wait()
+        except RankError as error:
+            raise RankError(f"{error} (it waits for rank {rank} {purpose})", error.ranks, error.is_silent) from error
+        finally:
+            state.end()
 
     def send_to_member(self, member: int, x: Tensor, number: int) -> Handle:
         """Begin to send a dense tensor to the rank of another member of ``pp`` at the same place on all other axes."""
