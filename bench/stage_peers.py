@@ -1,9 +1,9 @@
 """Pipeline stages beside torch.distributed.pipelining and DeepSpeed's PipelineModule, on gloo ranks of one thread.
 
-    python bench/pipelines.py                   # step times on two ranks
-    python bench/pipelines.py --ranks 4
-    python bench/pipelines.py --what memory     # peak of resident memory of each rank, bytes that ranks send
-    python bench/pipelines.py --what ragged     # losses where micro-batches have other numbers of labels
+    python bench/stage_peers.py                   # step times on two ranks
+    python bench/stage_peers.py --ranks 4
+    python bench/stage_peers.py --what memory     # peak of resident memory of each rank, bytes that ranks send
+    python bench/stage_peers.py --what ragged     # losses where micro-batches have other numbers of labels
 
 All train the same GPT from the same weights with AdamW, fused for the peers, on the same micro-batches, with equal runs
 of blocks a stage, the embedding with the first and the head with the last.  A step is timed from a barrier of all ranks
@@ -155,7 +155,9 @@ def torch_pipeline(pipeline: Pipeline, compiled: bool = False) -> Step:
         for stage, module in zip(own, modules, strict=True)
     ]
     make = schedules.get_schedule_class(TORCH_NAMES[pipeline.schedule])
-    schedule: Any = make(stages[0] if pipeline.stages == pipeline.ranks else stages, pipeline.micro_batches, cross_entropy)
+    schedule: Any = make(
+        stages[0] if pipeline.stages == pipeline.ranks else stages, pipeline.micro_batches, cross_entropy
+    )
 
     def step(x: Tensor, y: Tensor) -> Tensor | None:
         losses: list[Tensor] = []
@@ -187,7 +189,11 @@ def deepspeed(pipeline: Pipeline) -> Step:
     del model
     package.init_distributed("gloo", dist_init_required=False)
     module = PipelineModule(
-        layers, num_stages=pipeline.ranks, loss_fn=cross_entropy, partition_method="uniform", activation_checkpoint_interval=0
+        layers,
+        num_stages=pipeline.ranks,
+        loss_fn=cross_entropy,
+        partition_method="uniform",
+        activation_checkpoint_interval=0,
     )
     config = {
         "train_micro_batch_size_per_gpu": pipeline.shape.batch // pipeline.micro_batches,
@@ -220,7 +226,10 @@ SYSTEMS = [
     *(System(f"graphzero, {name}", name, graphzero) for name in TORCH_NAMES),
     *(System(f"graphzero + inductor, {name}", name, partial(graphzero, executor="inductor")) for name in ("1f1b",)),
     *(System(f"torch, {name}", name, torch_pipeline) for name in TORCH_NAMES),
-    *(System(f"torch + compile, {name}", name, partial(torch_pipeline, compiled=True)) for name in ("1f1b", "interleaved")),
+    *(
+        System(f"torch + compile, {name}", name, partial(torch_pipeline, compiled=True))
+        for name in ("1f1b", "interleaved")
+    ),
     System("DeepSpeed, 1f1b", "1f1b", deepspeed, "deepspeed"),
 ]
 
@@ -275,7 +284,9 @@ def time_table(times: Mapping[str, Timed]) -> str:
             ratios.append(f"{middle:.2f} ({low:.2f} to {high:.2f}) of {peer}")
         first = next(iter(times.values())).losses
         apart = max(abs(a - b) / abs(b) for a, b in zip(one.losses, first, strict=True))
-        rows.append([name, ms(one.fastest), ms(one.median), ms(one.median_cpu), "; ".join(ratios) or "-", f"{apart:.0e}"])
+        rows.append(
+            [name, ms(one.fastest), ms(one.median), ms(one.median_cpu), "; ".join(ratios) or "-", f"{apart:.0e}"]
+        )
     return markdown(["", "fastest, ms", "median, ms", "CPU, ms", "ratio (quartiles)", "losses apart"], rows)
 
 
@@ -312,23 +323,23 @@ def measure_memory(rank: int, name: str, options: argparse.Namespace) -> tuple[l
     dist.all_gather_object(peaks, high_water() - before)
     if isinstance(step, gz.Graph):
         assert step.plan.pipeline is not None
-        sent = sum(edge.nbytes * edge.messages for edge in step.plan.pipeline.edges)
+        sent = sum(edge.bytes * edge.messages for edge in step.plan.pipeline.edges)
     return peaks, sent, pipeline.least_bytes
 
 
 def count_sent(run: Callable[[], Any]) -> int:
-    """Bytes that all ranks send to each other by torch's point-to-point operations."""
-    sent, plain = [0], dist.batch_isend_irecv
+    """Bytes that all ranks send to each other while torch's schedules run."""
+    sent, plain = [0], schedules._batch_p2p
 
-    def counted(operations: Any) -> Any:
+    def counted(operations: Any, *args: Any, **options: Any) -> Any:
         sent[0] += sum(o.tensor.nbytes for o in operations if o.op is dist.isend)
-        return plain(operations)
+        return plain(operations, *args, **options)
 
-    dist.batch_isend_irecv = counted
+    schedules._batch_p2p = counted
     try:
         run()
     finally:
-        dist.batch_isend_irecv = plain
+        schedules._batch_p2p = plain
     total = torch.tensor(sent)
     dist.all_reduce(total)
     return int(total)

@@ -71,7 +71,7 @@ class Graph:
         self.config = (
             GraphConfig(self.placement) if config is None else argument_checks.own_config(config, self.placement)
         )
-        if self.placement.size > 1 and not self.placement.data_axes:
+        if self.placement.without_pipeline().size > 1 and not self.placement.data_axes:
             warnings.warn(
                 f"no axis of {self.placement!r} is a data axis (its name begins with dp), so every rank takes its "
                 'plain inputs for the whole batch; to split the batch: gz.placement(..., names=("dp",))',
