@@ -10,18 +10,45 @@ from typing import Any
 
 from torch import Tensor
 
+from graphzero.config.stages import resolve_marks
 from graphzero.passes.place.zero import zero_split
+from graphzero.passes.stages.stage_marks import StageMarks
 from graphzero.runtime.state.modules import ModuleTensor
+from graphzero.runtime.tensors.stage_tensors import has_stages
 from graphzero.sbp.types import B, Nd
+from graphzero.schedules import resolve_schedule
 from graphzero.step.user_graph import UserGraph
 
 
+def expected_homes(source: UserGraph) -> dict[str, int]:
+    """Path of a parameter or buffer -> the member of ``pp`` whose ranks alone are going to keep it.
+
+    By the user's marks: of what none is on, and of cuts that are to be chosen, nothing is known yet.
+    """
+    settings, whole = source.config.settings, source.whole_placement
+    if not (has_stages(whole) and settings.stages):
+        return {}
+    marks = StageMarks(resolve_marks(settings.stages, source.modules))
+    rows = resolve_schedule(
+        settings.pipeline, whole.pipeline_members, settings.gradient_accumulation_steps, marks.count
+    )
+    stages = {
+        path: marks.stage_of(path.rpartition(".")[0])
+        for path, entry in source.state().tensors().items()
+        if entry.tensor.dim()
+    }
+    return {path: rows.stage_ranks[stage] for path, stage in stages.items() if stage is not None}
+
+
 class ExpectedSbp:
-    """Expected SBP for one Graph.  known: (optimizer, path, key) -> SBP of states, of the current program."""
+    """Expected SBP for one Graph.
+
+    homes: see ``expected_homes``.  known: (optimizer, path, key) -> SBP of states, of the current program.
+    """
 
     def __init__(self, source: UserGraph, known: Mapping[Any, Nd]) -> None:
         self._source, self._known, self._state = source, known, source.state()
-        self._tensors = self._state.tensors()
+        self._tensors, self.homes = self._state.tensors(), expected_homes(source)
 
     def of_state(self, optimizer: int, path: str, key: str, shape: tuple[int, ...]) -> Nd:
         """SBP of an optimizer's state of the parameter ``path``."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphzero.capture import LOSS_SCALE
-from graphzero.checkpoint.expected_sbp import ExpectedSbp
+from graphzero.checkpoint.expected_sbp import ExpectedSbp, expected_homes
 from graphzero.checkpoint.files import safetensors
 from graphzero.checkpoint.files.chunks import whole_chunk
 from graphzero.checkpoint.files.index import StoredChunk, StoredTensor
@@ -56,7 +56,9 @@ def materialize(source: UserGraph, init: Callable[[nn.Module], Any] | None) -> N
         try:
             with freed_at_once(), stand_ins_for(entries, state.world.device) as stand_ins, torch.no_grad():
                 placed = {entry.path for entry in entries if isinstance(entry.tensor, DTensor)}
-                with DeferredInit(stand_ins, nds, placed, source.placement) as mode, NoMemoryAccess(mode):
+                homes = {path: home for path, home in expected_homes(source).items() if path in nds}
+                everyone = source.whole_placement
+                with DeferredInit(stand_ins, nds, placed, everyone, homes) as mode, NoMemoryAccess(mode):
                     for module in source.modules.values():
                         module.apply(init or _default_init_of(entries))
                 values = ranks.agree_on(_INIT, mode.result, lambda _: {})
@@ -80,7 +82,7 @@ def load_pretrained(source: UserGraph, path: Path, attribute: str | None, rename
             read_ids = {id(x) for key, x in module.state_dict(keep_vars=True).items() if key in given}
             nds = _expected_nds(source, state)
             entries = [entry for entry in meta_tensors(state) if id(entry.tensor) in read_ids]
-            allocate_tensors(state, {entry.path: (entry, nds[entry.path]) for entry in entries})
+            allocate_tensors(state, {entry.path: (entry, nds[entry.path]) for entry in entries}, expected_homes(source))
             current = _tensors_of(module, keep_vars=False)
             reads = [TensorRead(key, stored, current[key]) for key, stored in given.items()]
             read_tensors(reads, Path(), {}, source.placement)

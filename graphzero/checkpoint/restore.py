@@ -138,7 +138,8 @@ class RestoreOperation:
         state, modules = self._state, self.valid.modules
         paths = {f"{attribute}.{key}" for attribute, given in modules.items() for key in given}
         entries = [entry for entry in materialize.meta_tensors(state) if entry.path in paths]
-        materialize.allocate_tensors(state, {e.path: (e, self._expected_sbp.of_tensor(e)) for e in entries})
+        expected = self._expected_sbp
+        materialize.allocate_tensors(state, {e.path: (e, expected.of_tensor(e)) for e in entries}, expected.homes)
 
     def _optimizer_states(self) -> Iterator[tuple[tuple[int, str, str], tuple[Tensor, Tensor]]]:
         """(optimizer, path, key) -> stand-in, and the tensor that its values are read into."""
@@ -160,7 +161,9 @@ class RestoreOperation:
             return torch.zeros((), dtype=dtype)
         expected = self._expected_sbp.of_state
         nd = expected(optimizer, path, key, shape) if same_shape is None else self._state.nd_of(same_shape)
-        home = None if same_shape is None else home_of(same_shape, self._state.ranks.placement)
+        home = self._expected_sbp.homes.get(path)
+        if same_shape is not None:
+            home = home_of(same_shape, self._state.ranks.placement)
         return filled(shape, dtype, 0.0, nd, self._state.world, home)
 
     def _module_reads(self, name: str, module: nn.Module) -> Iterator[TensorRead]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import tempfile
 from typing import Any
 
 import torch
@@ -172,11 +173,7 @@ def stage_path(name: str) -> str:
 
 @slow
 def check_checkpoints_have_nothing_of_stages() -> None:
-    folder: list[Any] = [None]
-    if dist.get_rank() == 0:
-        import tempfile
-
-        folder = [tempfile.mkdtemp()]
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     where, pipe = real(), real((4,), ("pp",))
     first = graph_on(where, model_of(), stages_of(4, 2), stage=3, micro_batches=4, **ADAM)
@@ -305,3 +302,32 @@ def check_bytes_of_each_stage_are_the_plans() -> None:
 
 def loss_alone(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x), y)
+
+
+def check_models_on_the_meta_device() -> None:
+    where = real()
+    virtual = gz.placement("cpu", where.ranks, names=where.names, virtual=True)
+
+    def graph(on: gz.Placement) -> Any:
+        with torch.device("meta"):
+            model = Net()
+        result = staged_graph(model, stages_of(4, 2), on, stage=2, micro_batches=2)
+        torch.manual_seed(11)
+        gz.materialize(result)
+        return result
+
+    (wanted,) = computed_once([lambda: train(graph(virtual), virtual)])
+    step = graph(where)
+    own = where.pipeline_member(dist.get_rank())
+    for name, p in step.model.named_parameters():
+        assert (local(p).numel() > 0) == (stages_of(4, 2)[stage_path(name)] == own)
+    assert all(map(torch.equal, train(step, where), wanted))
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    gz.save(step, folder[0])
+    with torch.device("meta"):
+        other = staged_graph(Net(), stages_of(4, 2), where, stage=2, micro_batches=2)
+    gz.load(other, folder[0])
+    for p in other.model.parameters():
+        assert all(local(x).numel() <= local(p).numel() for x in other.optimizer.state[p].values() if x.dim())
+    assert all(map(torch.equal, train(other, where), train(step, where)))

@@ -22,6 +22,7 @@ from graphzero.errors import ConfigError, shorten_list
 from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.tensors import resplit
 from graphzero.runtime.tensors.shards import as_dtensor, is_whole
+from graphzero.runtime.tensors.stage_tensors import on_stage, own_member
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
 
@@ -33,15 +34,17 @@ _SHOWN = 4
 class DeferredInit(TorchDispatchMode):
     """entries: the stand-ins; nds: how each is to lie, by path.
 
-    placed: paths of those that are to be DTensors even if every rank holds all of them.
+    placed: paths of those that are to be DTensors even if every rank holds all of them.  placement: all ranks.
+    homes: path -> the member of ``pp`` whose ranks alone are to keep it.
     """
 
     def __init__(
-        self, entries: Sequence[ModuleTensor], nds: Mapping[str, Nd], placed: Container[str], placement: Placement
-    ) -> None:
+        self, entries: Sequence[ModuleTensor], nds: Mapping[str, Nd], placed: Container[str], placement: Placement,
+        homes: Mapping[str, int],
+    ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self._by_storage = {_compat.storage_id(entry.tensor): entry for entry in entries}
-        self._nds, self._placed, self._placement = nds, placed, placement
+        self._nds, self._placed, self._placement, self._homes = nds, placed, placement, homes
         self._open: dict[str, ModuleTensor] = {}
         self._kept: dict[str, DTensor] = {}  # pieces of those that are not open
         self._written: set[str] = set()
@@ -59,12 +62,19 @@ class DeferredInit(TorchDispatchMode):
         return {entry.path: (self._final(entry), self._nds[entry.path]) for entry in entries}
 
     def _final(self, entry: ModuleTensor) -> Tensor:
-        x, nd = entry.tensor.detach(), self._nds[entry.path]
+        x = entry.tensor.detach()
         if entry.path in self._kept:
             return self._kept[entry.path]
         if not entry.tensor.numel() and self._is_cut(entry.path) or entry.path in self._placed:
-            return as_dtensor(x, self._placement, nd)
+            return self._piece_of(x, entry.path)
         return x
+
+    def _piece_of(self, x: Tensor, path: str) -> DTensor:
+        nd, home = self._nds[path], self._homes.get(path)
+        if home is not None:
+            own = x.clone() if home == own_member(self._placement) else x  # the memory of the stand-in goes
+            return on_stage(own, self._placement, home, nd)
+        return as_dtensor(x, self._placement.without_pipeline(own_member(self._placement)), nd)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -87,7 +97,7 @@ class DeferredInit(TorchDispatchMode):
         return entry.path if entry is not None and self._is_cut(entry.path) else ""
 
     def _is_cut(self, path: str) -> bool:
-        return not (self._placement.virtual or is_whole(self._nds[path]))
+        return not (self._placement.virtual or is_whole(self._nds[path])) or path in self._homes
 
     def _hold(self, entry: ModuleTensor, fresh: bool) -> None:
         """Have the whole tensor; ``fresh``: its values do not matter."""
@@ -103,7 +113,7 @@ class DeferredInit(TorchDispatchMode):
         """Keep this rank's pieces of what is to be cut, and free the rest."""
         for path in [path for path in self._open if path not in but and self._is_cut(path)]:
             entry = self._open.pop(path)
-            self._kept[path] = as_dtensor(entry.tensor.detach(), self._placement, self._nds[path])
+            self._kept[path] = self._piece_of(entry.tensor.detach(), path)
             entry.tensor.untyped_storage().resize_(0)
 
 

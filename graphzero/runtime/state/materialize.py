@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graphzero.runtime.state import modules as tree
+from graphzero.runtime.state.layout import filled
 from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.state import Moved, State
 from graphzero.runtime.state.tensor_ref import TensorRef
@@ -22,14 +23,23 @@ def meta_tensors(state: State) -> list[ModuleTensor]:
     return [entry for entry in state.tensors().values() if entry.tensor.is_meta]
 
 
-def allocate_tensors(state: State, entries: Mapping[str, tuple[ModuleTensor, Nd]]) -> None:
-    """Put tensors without values, as the user is to hold them, in place of tensors on the meta device, by path."""
-    replace_tensors(state, {path: (_allocate(entry, nd, state), nd) for path, (entry, nd) in entries.items()})
+def allocate_tensors(
+    state: State, entries: Mapping[str, tuple[ModuleTensor, Nd]], homes: Mapping[str, int] | None = None
+) -> None:
+    """Put tensors without values, as the user is to hold them, in place of tensors on the meta device, by path.
+
+    homes: path -> the member of ``pp`` whose ranks alone keep it.
+    """
+    at = homes or {}
+    news = {path: (_allocate(entry, nd, state, at.get(path)), nd) for path, (entry, nd) in entries.items()}
+    replace_tensors(state, news)
 
 
-def _allocate(entry: ModuleTensor, nd: Nd, state: State) -> Tensor:
+def _allocate(entry: ModuleTensor, nd: Nd, state: State, home: int | None) -> Tensor:
     shape, placement, world = tuple(entry.tensor.shape), state.placement, state.world
     dtype, device = entry.tensor.dtype, world.device
+    if home is not None:
+        return filled(shape, dtype, 0.0, nd, world, home)
     if placement.virtual or is_whole(nd) and not isinstance(entry.tensor, DTensor):
         return torch.empty(shape, dtype=dtype, device=device)
     local = local_shape(shape, nd, placement.hierarchy, world.local_ranks[0])
