@@ -36,7 +36,7 @@ def file(tmp_path: Path) -> str:
 
 
 def test_the_command_plans_what_the_graph_compiles_to(file: str) -> None:
-    device, where = Device.named("h100"), gz.placement("cuda", [[0, 1], [2, 3]], names=("pp", "dp"))
+    device, where = Device.named("h100"), gz.placement("cpu", [[0, 1], [2, 3]], names=("pp", "dp"))
     report = planned(file, where, (1, 3), device)
     for one in report.stages:
         torch.manual_seed(0)
