@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import gc
 from typing import Any
 
@@ -169,3 +170,22 @@ def test_the_peak_of_stages_on_one_rank_is_the_plans_to_the_byte(rows: str, clip
     before = sum(graph.plan.memory.resident.values())
     # beside the program: what the call hands out as new tensors, the loss and the norm, and the scores' pieces
     assert 0 <= mode.peak + before - graph.plan.memory.peak <= 16
+
+
+@pytest.mark.slow
+def test_compiling_takes_calls_in_proportion_to_the_layers_and_none_to_the_micro_batches() -> None:
+    def calls(layers: int, micro_batches: int) -> int:
+        torch.manual_seed(0)
+        graph = staged_graph(
+            Net(layers), stages_of(layers, 4), placement(4, 2), micro_batches=micro_batches, stage=3, clip=0.1
+        )
+        profile = cProfile.Profile()
+        profile.enable()
+        graph.compile(*batches(1, 64)[0])
+        profile.disable()
+        return sum(entry.callcount for entry in profile.getstats())
+
+    calls(8, 4)  # what is learnt once
+    few, many = calls(8, 4), calls(32, 4)
+    assert many < 4 * few
+    assert calls(8, 16) < 1.25 * few
