@@ -135,7 +135,9 @@ class _PartCutter:
         if node.target is MOVE:  # of a state: its stage copies it before the step changes it
             home = self.stages[value.operand(node)]
             return PartKey(PROLOGUE, 0, home) if home is not None and not before else None
-        if value.is_scalar(node) or (is_view(node.target) and node.target not in ops.WRITING):
+        if value.is_scalar(node) or (
+            is_view(node.target) and node.target not in ops.WRITING and not self._is_moved_part(node)
+        ):
             return None
         if node.target is operator.getitem and (source := value.operand(node)) in self.keys:
             return self.keys[source]  # a result is handed over by itself, not with all others of its op
@@ -152,6 +154,14 @@ class _PartCutter:
         for other in before:
             self._check_direction(node, key, other)
         return key
+
+    def _is_moved_part(self, node: fx.Node) -> bool:
+        """Whether a view shows fewer elements than its operand and goes to a stage that is not sent all of them."""
+        operand = value.operand(node)
+        if is_of_params(node) or value.tensor_type(node).numel >= value.tensor_type(operand).numel:
+            return False
+        stages, sent_whole = ({user.args[1] for user in x.users if user.target is MOVE} for x in (node, operand))
+        return not stages <= sent_whole
 
     def _check_direction(self, node: fx.Node, key: PartKey, other: PartKey) -> None:
         """Raise ConfigError where a part would read what is computed after it."""
