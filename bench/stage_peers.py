@@ -8,7 +8,8 @@
 All train the same GPT from the same weights with AdamW, fused for the peers, on the same micro-batches, with equal runs
 of blocks a stage, the embedding with the first and the head with the last.  A step is timed from a barrier of all ranks
 to the next, so that it is the slowest rank's, optimizer included.  Rounds alternate, in another order each; a round's
-first step does not count.  A ratio is that of medians in one round; shown are its median over rounds and its quartiles.
+first step does not count.  A ratio is that of medians in one round; shown are its median over rounds and its quartiles.  *CPU* are the processor's seconds
+in a step, mean over ranks, in which no waiting is: other work on the machine changes them less.
 DeepSpeed is there if it can be imported (``pip install deepspeed``).
 """
 
@@ -277,17 +278,18 @@ def time_systems(rank: int, options: argparse.Namespace) -> dict[str, Timed]:
 def time_table(times: Mapping[str, Timed]) -> str:
     rows = []
     for name, one in times.items():
-        peers = [peer for peer in peers_of(name) if peer in times]
-        ratios = []
-        for peer in peers:
-            low, middle, high = one.to(times[peer])
-            ratios.append(f"{middle:.2f} ({low:.2f} to {high:.2f}) of {peer}")
+        ratios, cpu = [], []
+        for peer in peers_of(name):
+            if peer in times:
+                low, middle, high = one.to(times[peer])
+                ratios.append(f"{middle:.2f} ({low:.2f} to {high:.2f}) of {peer}")
+                cpu.append(f"{one.cpu_to(times[peer]):.2f}")
         first = next(iter(times.values())).losses
         apart = max(abs(a - b) / abs(b) for a, b in zip(one.losses, first, strict=True))
-        rows.append(
-            [name, ms(one.fastest), ms(one.median), ms(one.median_cpu), "; ".join(ratios) or "-", f"{apart:.0e}"]
-        )
-    return markdown(["", "fastest, ms", "median, ms", "CPU, ms", "ratio (quartiles)", "losses apart"], rows)
+        beside = "; ".join(ratios) or "-", ms(one.median_cpu), "; ".join(cpu) or "-"
+        rows.append([name, ms(one.fastest), ms(one.median), *beside, f"{apart:.0e}"])
+    head = ["", "fastest, ms", "median, ms", "ratio (quartiles)", "CPU, ms", "ratio", "losses apart"]
+    return markdown(head, rows)
 
 
 def peers_of(name: str) -> list[str]:
