@@ -8,8 +8,9 @@
 All train the same GPT from the same weights with AdamW, fused for the peers, on the same micro-batches, with equal runs
 of blocks a stage, the embedding with the first and the head with the last.  A step is timed from a barrier of all ranks
 to the next, so that it is the slowest rank's, optimizer included.  Rounds alternate, in another order each; a round's
-first step does not count.  A ratio is that of medians in one round; shown are its median over rounds and its quartiles.  *CPU* are the processor's seconds
-in a step, mean over ranks, in which no waiting is: other work on the machine changes them less.
+first step does not count.  A ratio is that of medians in one round; shown are its median over rounds and its quartiles.
+*CPU* are the processor's seconds in a step, mean over ranks: waiting is not in them, and other work on the machine
+changes them less.
 DeepSpeed is there if it can be imported (``pip install deepspeed``).
 """
 
