@@ -40,7 +40,7 @@ def test_messages_are_the_activations_of_a_micro_batch_and_their_gradients() -> 
 
 
 class Skipping(nn.Module):
-    """A value of stage 0 that stage 2 reads too; gradients are added on stage 1."""
+    """A value of stage 0, one feature of which stage 2 reads too; gradients are added on stage 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,46 +51,18 @@ class Skipping(nn.Module):
         return self.c(self.b(h)) * h[:, :1]
 
 
-def test_a_value_that_skips_a_stage_has_an_edge_of_its_own() -> None:
+def test_a_value_that_skips_a_stage_has_an_edge_of_its_own_for_the_elements_that_are_read() -> None:
     marks = {"model.a": 0, "model.b": 1, "model.c": 2}
-    graph = staged_graph(
-        Skipping(), marks, placement(3, 2), loss_fn=lambda m, x, y: F.cross_entropy(m(x), y), micro_batches=4
-    )
+    options: dict[str, Any] = {"loss_fn": lambda m, x, y: F.cross_entropy(m(x), y), "micro_batches": 4}
+    assert compare(Skipping(), marks, placement(3, 2), stage=2, clip=0.1, **options) == 0
+    graph = staged_graph(Skipping(), marks, placement(3, 2), **options)
     graph.compile(*batches(1)[0])
     plan = graph.plan.pipeline
     assert plan is not None
     edges = {(edge.source, edge.target): edge.bytes for edge in plan.edges}
     assert len(plan.edges) == 5 and edges.keys() == {(0, 1), (0, 2), (1, 2), (2, 1), (1, 0)}
-    assert edges[0, 1] == edges[1, 2] == edges[0, 2] == 2 * 8 * 4  # rows, features
-    assert "stage 0 -> 2: 4 messages of 64 B" in str(graph.plan)
-
-
-class GatedHead(nn.Linear):
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return super().forward(x * gate)
-
-
-class Gated(nn.Module):
-    """The last layer reads one feature of the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.head = nn.Linear(5, 8), nn.Linear(8, 8), GatedHead(8, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = self.first(x)
-        return self.head(torch.tanh(self.middle(first)), first[:, :1])
-
-
-def test_a_stage_is_sent_the_elements_that_it_reads() -> None:
-    marks = {"model.first": 0, "model.middle": 1, "model.head": 2}
-    where = placement(3, 2)
-    assert compare(Gated(), marks, where, micro_batches=4, stage=2, clip=0.1) == 0
-    graph = staged_graph(Gated(), marks, where, micro_batches=4)
-    graph.compile(*batches(1)[0])
-    assert graph.plan.pipeline is not None
-    edges = {(edge.source, edge.target): edge.bytes for edge in graph.plan.pipeline.edges}
-    assert (edges[0, 1], edges[0, 2], edges[1, 2]) == (64, 8, 64)
+    assert edges[0, 1] == edges[1, 2] == 2 * 8 * 4 and edges[0, 2] == 2 * 1 * 4  # rows, features
+    assert "stage 0 -> 2: 4 messages of 8 B" in str(graph.plan)
 
 
 def test_1f1b_keeps_fewer_micro_batches_than_gpipe_and_the_last_stage_one() -> None:
