@@ -2,7 +2,8 @@
 
 # Files that take longest in both stages, the longest first: two processes that take whole files then end together.
 LONGEST = (
-    "test_user_code.py", "test_ops.py", "test_search.py", "test_nd_processes.py", "test_out_forms.py",
+    "test_user_code.py", "test_stage_processes.py", "test_ops.py", "test_search.py", "test_nd_processes.py",
+    "test_out_forms.py", "test_stage_failures.py",
     "test_resume.py", "test_parallelized_modules.py", "test_docs.py", "test_one_sided.py", "test_inductor.py",
     "test_compiled_code.py", "test_state_processes.py", "test_random_layouts.py", "test_peers.py",
     "test_micro_batches.py", "test_too_large.py", "test_files_processes.py", "test_failures.py",
