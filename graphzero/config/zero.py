@@ -112,7 +112,7 @@ def _axes(axis: str | Iterable[str] | None, placement: Placement) -> tuple[str, 
         return placement.data_axes
     chosen = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in chosen:
-        if name == PIPELINE:
+        if name == PIPELINE and name in names:
             raise ConfigError(
                 f"enable_zero(axis={axis!r}): along {PIPELINE} are stages, which have no states in common"
             )

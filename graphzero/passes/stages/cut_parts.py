@@ -158,7 +158,9 @@ class _PartCutter:
     def _is_moved_part(self, node: fx.Node) -> bool:
         """Whether a view shows fewer elements than its operand and goes to a stage that is not sent all of them."""
         operand = value.operand(node)
-        if is_of_params(node) or value.tensor_type(node).numel >= value.tensor_type(operand).numel:
+        if is_of_params(node) or not (value.is_tensor(node) and value.is_tensor(operand)):
+            return False
+        if value.tensor_type(node).numel >= value.tensor_type(operand).numel:
             return False
         stages, sent_whole = ({user.args[1] for user in x.users if user.target is MOVE} for x in (node, operand))
         return not stages <= sent_whole
