@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("graphzero", "pyproject.toml", "setup.cfg", "README.md")
+SOURCES = ("graphzero", "pyproject.toml", "setup.cfg", "README.md", "LICENSE")
 SCRIPT = """
 import runpy, sys
 from importlib.metadata import distribution
@@ -69,6 +70,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert len(list((folder / "dist").glob("*.tar.gz"))) == 1
     (found,) = (folder / "dist").glob("*.whl")
     return found
+
+
+def test_the_wheel_says_its_license_and_has_its_text(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as packed:
+        texts = {Path(name).name: packed.read(name).decode() for name in packed.namelist() if ".dist-info/" in name}
+    assert texts["LICENSE"] == (ROOT / "LICENSE").read_text()
+    assert "License: Apache-2.0" in texts["METADATA"] or "License-Expression: Apache-2.0" in texts["METADATA"]
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+def test_links_of_pages_beside_the_readme_lead_to_files(page: str) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", (ROOT / page).read_text())
+    assert links or page == "SECURITY.md"
+    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def test_an_editable_install_is_a_path_that_type_checkers_follow(tmp_path: Path) -> None:
