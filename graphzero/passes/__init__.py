@@ -29,6 +29,7 @@ from graphzero.passes.place.cast_before_gather import CastBeforeGather
 from graphzero.passes.place.expand import Expand
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
+from graphzero.passes.place.split_attention import SplitAttention
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
@@ -71,6 +72,7 @@ __all__ = [
     "InPlace",
     "Schedule",
     "Slots",
+    "SplitAttention",
     "OptimizerInBackward",
     "Zero",
     "default_passes",

@@ -34,6 +34,7 @@ from graphzero.passes.place.cast_before_gather import CastBeforeGather
 from graphzero.passes.place.expand import Expand
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
+from graphzero.passes.place.split_attention import SplitAttention
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
@@ -140,6 +141,7 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(CastBeforeGather, "captured", lambda options: options.masters),
     PassEntry(CountTargets, "captured", _adds_up),
     PassEntry(AssignStages, "captured", lambda options: bool(options.pipeline_stages)),
+    PassEntry(SplitAttention, "captured"),
     PassEntry(Expand, "captured"),
     PassEntry(Propagate, "captured"),
     PassEntry(InsertBoxing, "propagated"),

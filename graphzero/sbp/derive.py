@@ -225,7 +225,7 @@ def _cuts(bound: _Bound, label: str, count: int, cut: Cut, full: bool) -> bool:
     size, ranks = bound.sizes[label], cut.ranks or 1
     pieces = cut.pieces or ranks
     if count > 1 or label in bound.merged:
-        return size % (count * ranks) == 0 and (not full or size >= count * pieces)
+        return size % (count * ranks) == 0 and (not full or size >= pieces)
     return not full or chunk(size, pieces, pieces - 1)[1] > 0
 
 
