@@ -1,6 +1,6 @@
 """The Trainer of transformers with a Graph's steps does what the Trainer does: losses, norms, evaluation, resuming.
 
-And a Graph in a loop over Accelerate's loader, what Accelerate does.
+And the loops of Accelerate and of Lightning with a Graph do what those do.
 """
 
 import json
@@ -12,9 +12,8 @@ import pytest
 import torch
 from _ranks import start_as_torchrun
 
-import graphzero as gz
-
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+pytest.importorskip("pytorch_lightning", reason="one of the loops is Lightning's")
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -47,48 +46,25 @@ def runs(rank: int, folder: Path) -> None:
     run("plain", trainer.Trainer)
     run("stage 3", trainer.GraphTrainer, **at(3))
     run("resumed", trainer.GraphTrainer, folder / "stage 3" / "checkpoint-2", **at(2))
-    accelerated(rank, folder, trainer)
+    loops(rank, folder)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def accelerated(rank: int, folder: Path, trainer: object) -> None:
-    """A loop over Accelerate's loader, all of it prepared and with a Graph."""
-    from accelerate import Accelerator
-    from torch.utils.data import DataLoader
-    from transformers import default_data_collator
+def loops(rank: int, folder: Path) -> None:
+    """The loops of Accelerate and of Lightning, plain and with a Graph."""
+    import accelerate_loop
+    import lightning_loop
 
-    accelerator = Accelerator(cpu=True)
-    samples = [{"input_ids": one["input_ids"], "labels": one["input_ids"]} for one in trainer.windows(16, 16)]
-    loader = DataLoader(samples, batch_size=4, collate_fn=default_data_collator)
-
-    class KeywordGraph(gz.Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = trainer.make_model(16, 16)
-            self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.01), clip_grad_norm=1.0)
-            self.config.enable_zero(stage=2)
-
-        def build(self, **batch: torch.Tensor) -> torch.Tensor:
-            loss = self.model(**batch).loss
-            loss.backward()
-            return loss
-
-    graph, ours, theirs = KeywordGraph(), [], []
-    for batch in accelerator.prepare(loader):
-        ours.append(graph(**batch).item())
-    model = trainer.make_model(16, 16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader)
-    for batch in batches:
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        theirs.append(accelerator.reduce(loss.detach(), "mean").item())
+    losses = {
+        "Accelerate": (accelerate_loop.train(16, 16, 16, 2), accelerate_loop.train_plainly(16, 16, 16)),
+        "Lightning": tuple(
+            lightning_loop.fit(module, 32, 16, 2, max_steps=3)
+            for module in (lightning_loop.GraphModule(16, 16, 3), lightning_loop.PlainModule(16, 16))
+        ),
+    }
     if rank == 0:
-        (folder / "accelerated.json").write_text(json.dumps([ours, theirs]))
+        (folder / "loops.json").write_text(json.dumps(losses))
 
 
 def found(folder: Path, name: str, key: str) -> list[float]:
@@ -111,6 +87,7 @@ def test_a_trainer_of_graphs_is_the_trainer_on_two_ranks(tmp_path):
     ]
     for ours, theirs in zip(*(model.parameters() for model in weights), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    ours, theirs = json.loads((tmp_path / "accelerated.json").read_text())
-    assert len(ours) == 2 and ours == pytest.approx(theirs, rel=1e-5)
+    for name, (ours, theirs) in json.loads((tmp_path / "loops.json").read_text()).items():
+        assert len(ours) == {"Accelerate": 2, "Lightning": 3}[name]
+        assert ours == pytest.approx(theirs, rel=1e-5), name
     assert not os.path.exists(tmp_path / "stage 3" / "checkpoint-2" / "optimizer.pt")
