@@ -4,9 +4,9 @@
     python bench/trainer_speed.py --rounds 2 --steps 4   # only shows that all of it runs
 
 Each run is a Trainer in fresh processes; rounds alternate.  A step is timed from the Trainer's ``on_step_begin`` to
-``on_step_end``, on rank 0; the first steps, which compile, do not count.  A ratio is that of medians in one round; shown is
-its median over rounds, with its quartiles.  Memory is the high-water mark of rank 0 over the later steps, beyond what the
-process held before the model was made.
+``on_step_end``, on rank 0; the first steps, which compile, do not count.  A ratio is that of medians in one round;
+shown is its median over rounds, with its quartiles.  Memory is the high-water mark of rank 0 over the later steps,
+beyond what the process held before the model was made.
 """
 
 from __future__ import annotations
