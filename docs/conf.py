@@ -15,7 +15,7 @@ from typing import Any
 project = "graphzero"
 version = release = version_of("graphzero-torch")  # as it is installed
 extensions = ["myst_parser"]
-include_patterns = ["README.md", "docs/*.md", "bench/results/*.md"]
+include_patterns = ["*.md", "docs/*.md", "bench/results/*.md"]
 exclude_patterns = [".*", "build", "dist", "docs/site"]  # not even looked into
 root_doc = "docs/index"
 html_theme = "furo"
@@ -37,7 +37,7 @@ def setup(app: Any) -> None:
     def read(app: Any, name: str, source: list[str]) -> None:
         if name == root_doc:
             source[0] += contents(source[0])
-        elif name.startswith("bench/"):
+        elif name.startswith("bench/") or ("/" not in name and name != "README"):
             source[0] = f"---\norphan: true\n---\n{source[0]}"
 
     app.connect("source-read", read)
