@@ -8,6 +8,7 @@ results of bench/ and to files of examples/.
 from __future__ import annotations
 
 import re
+import shutil
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
@@ -41,4 +42,10 @@ def setup(app: Any) -> None:
             source[0] = f"---\norphan: true\n---\n{source[0]}"
 
     app.connect("source-read", read)
-    app.connect("build-finished", lambda app, _: Path(app.outdir, "index.html").write_text(TO_ROOT))
+
+    def finish(app: Any, error: Any) -> None:
+        Path(app.outdir, "index.html").write_text(TO_ROOT)
+        for picture in Path(app.confdir).glob("*.png"):  # of HTML on a page, whose files are not looked for
+            shutil.copy(picture, Path(app.outdir, "docs", picture.name))
+
+    app.connect("build-finished", finish)

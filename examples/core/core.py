@@ -1,6 +1,6 @@
 """The idea of graphzero in one file: a training step is a program, and ZeRO is a change of its annotations.
 
-    build, sgd --trace--> program --pins: data_parallel, zero--> --propagate--> SBP --insert_boxing--> collectives --run
+    build, sgd -> trace -> pins: data_parallel, zero -> propagate -> insert_boxing -> plan, run
 
 Read it from top to bottom, or run it, which takes some seconds: ``python examples/core/core.py`` prints the program
 after each part.  It needs torch alone, no GPU, and nothing of graphzero, whose files it names where they do the same

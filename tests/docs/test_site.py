@@ -30,6 +30,10 @@ def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path: Path) 
             assert (tmp_path / page.relative_to(ROOT).with_suffix(".html")).exists()
             assert f'{page.stem}.html"' in contents, f"docs/index.md has no link to {page.name}"
     assert "docs/index.html" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    pictures = re.findall(
+        r'(?:src|srcset)="([^":]*\.(?:png|svg))', (tmp_path / "README.html").read_text(encoding="utf-8")
+    )
+    assert len(pictures) == 2 and all((tmp_path / picture).exists() for picture in pictures), pictures
 
 
 @pytest.mark.slow
