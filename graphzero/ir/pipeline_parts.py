@@ -176,17 +176,19 @@ class PipelineProgram:
 
     def writes(self, call: PartCall, slot: Slot) -> bool:
         """Whether a call writes over a value of its own member."""
-        part = self.parts.parts[call.part]
-        written = (
-            name for name, key in part.inputs.items() if key == slot[0] and name in self._accumulating[call.part]
-        )
-        is_own = self.member_of(slot[0].stage) == self.member_of(part.key.stage)
-        return is_own and any(self.slot(slot[0], call.micro_batch) == slot for _ in written)
+        return slot[0] in self._written[call.part] and self.slot(slot[0], call.micro_batch) == slot
 
     @cached_property
-    def _accumulating(self) -> list[set[str]]:
-        """The placeholders of each part that it writes over."""
-        return [{node.name for node in part.graph.placeholders("accumulator")} for part in self.parts.parts]
+    def _written(self) -> list[frozenset[ValueKey]]:
+        """The values of its own member that each part writes over."""
+        return [
+            frozenset(
+                key
+                for node in part.graph.placeholders("accumulator")
+                if self.member_of((key := part.inputs[node.name]).stage) == self.member_of(part.key.stage)
+            )
+            for part in self.parts.parts
+        ]
 
     @cached_property
     def messages(self) -> list[StageMessage]:

@@ -8,7 +8,7 @@ first call behind that one.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -79,10 +79,10 @@ class _PartMemory:
         self.made = {name: at.over_time(x for x in saved if x.category == name) for name in CATEGORIES}
         self.made["communication"] = self.made["communication"] + at.transient
 
-    def bytes_between(self, nbytes: int, begin: int, end: int) -> Bytes:
-        """Bytes over time of something that is there from one position to another, both included."""
-        one = np.ones(1, dtype=np.int64)
-        return bytes_held(one * begin, one * end, one * nbytes, self.count)
+    def bytes_over_time(self, spans: list[tuple[int, int, int]]) -> Bytes:
+        """Bytes over time of what is there from one position to another, both included."""
+        begins, ends, sizes = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+        return bytes_held(begins, ends, sizes, self.count)
 
 
 class PipelineMemory:
@@ -168,27 +168,29 @@ class PipelineMemory:
     ) -> dict[str, Bytes]:
         """Bytes by category while a call runs; ``in_flight`` becomes what is so behind it."""
         memory, slots = self.parts[call.part], self.pipeline.slots_read(call)
-        over = {name: memory.made[name] + resident.get(name, 0) for name in CATEGORIES}
-
-        def add(name: str, nbytes: int, begin: int, end: int) -> None:
-            over[name] = over[name] + memory.bytes_between(nbytes, begin, end)
-
-        for name, slot in slots.items():  # received, or begun to be added up
-            category = "accumulators" if slot[0] in accumulators else "activations"
-            in_flight.setdefault(slot, InFlight(slot, memory.given[name][0], category))
+        last_read: dict[Slot, int] = {}
+        for name, slot in slots.items():
+            nbytes, read = memory.given[name]
+            last_read[slot] = max(last_read.get(slot, -1), read)
+            if slot not in in_flight:  # received, or begun to be added up
+                in_flight[slot] = InFlight(slot, nbytes, "accumulators" if slot[0] in accumulators else "activations")
         left.subtract({*slots.values()})
+        last = memory.count - 1
         ends: dict[object, int] = {}  # of what goes within this call, when its last reader has run
         for slot, (lies, _, _) in in_flight.items():
-            read = max((memory.given[name][1] for name, other in slots.items() if other == slot), default=-1)
-            ends[lies] = max(ends.get(lies, -1), memory.count - 1 if left[slot] else read)
+            ends[lies] = max(ends.get(lies, -1), last if left[slot] else last_read.get(slot, -1))
         passed_on = {self.pipeline.slot(key, call.micro_batch): name for key, name in memory.passed_on.items()}
         kept_on = {slot: in_flight[slots[name]] for slot, name in passed_on.items() if left[slot] and name in slots}
-        ends |= {one.lies: memory.count - 1 for one in kept_on.values()}
+        ends |= {one.lies: last for one in kept_on.values()}
+        spans = defaultdict[str, list[tuple[int, int, int]]](list)  # begin, end and bytes, by category
         for one in {one.lies: one for one in in_flight.values()}.values():
             if ends[one.lies] >= 0:
-                add(one.category, one.nbytes, 0, ends[one.lies])
+                spans[one.category].append((0, ends[one.lies], one.nbytes))
         for storage, nbytes in memory.nbytes.items():
-            add(memory.category[storage], nbytes, memory.begins[storage], memory.count - 1)
+            spans[memory.category[storage]].append((memory.begins[storage], last, nbytes))
+        over = {
+            name: memory.made[name] + resident.get(name, 0) + memory.bytes_over_time(spans[name]) for name in CATEGORIES
+        }
         for slot in [slot for slot in in_flight if not left[slot]]:
             del in_flight[slot]
         in_flight |= kept_on
