@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from graphzero.errors import ScheduleError
@@ -16,7 +16,7 @@ from graphzero.passes.stages.stage_marks import StageMarks
 from graphzero.plan.device import Device
 from graphzero.plan.pipelines.pipeline_memory import PipelineMemory
 from graphzero.plan.pipelines.pipeline_seconds import pipeline_seconds
-from graphzero.plan.plan import PipelineEdge, PipelinePlan, Plan, is_average, plan_of
+from graphzero.plan.plan import MemoryPlan, PipelineEdge, PipelinePlan, Plan, is_average, plan_of
 from graphzero.plan.variants import Candidate, Variants, run_unverified
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.placement import Placement
@@ -69,13 +69,30 @@ class PipelinePrograms:
 
     def draft(self, options: Options) -> Candidate:
         """The same for its plan alone: not verified, and without the user's passes from micro-batches on."""
+        flat, parts = self._drafted_parts(options, range(self.schedule.ranks))
+        return self._planned(flat, parts, options, [])
+
+    def draft_memory(self, options: Options, members: Collection[int]) -> dict[int, MemoryPlan]:
+        """The memory of some members of ``pp`` in the draft, for which parts of other members are not made."""
+        _, parts = self._drafted_parts(options, members)
+        memory = PipelineMemory(self._scheduled(parts), members)
+        return {member: memory.plan_member(member).memory for member in members}
+
+    def _drafted_parts(self, options: Options, members: Collection[int]) -> tuple[StepGraph, PipelineParts]:
         flat = run_unverified(self.variants.before(DRAFTED_FROM, options), options, DRAFTED_FROM, CUT_BEFORE)
         parts = cut_parts(flat, self.splits_backward)
         for part in parts.parts:
-            part.graph = run_unverified(part.graph, options, CUT_BEFORE)
-        return self._planned(flat, parts, options, [])
+            if self.schedule.stage_ranks[part.key.stage] in members:
+                part.graph = run_unverified(part.graph, options, CUT_BEFORE)
+        return flat, parts
 
     def _planned(self, flat: StepGraph, parts: PipelineParts, options: Options, history: list[Record]) -> Candidate:
+        program = self._scheduled(parts)
+        plan = plan_of_pipeline(flat, program, options.links)
+        plan = replace(plan, stage=options.stage, recomputed=options.recompute)
+        return Candidate(flat, history, plan, pipeline=program)
+
+    def _scheduled(self, parts: PipelineParts) -> PipelineProgram:
         has_backward = any(part.key.kind in (BACKWARD, BACKWARD_WEIGHT) for part in parts.parts)
         if has_backward and not self.schedule.has_backward:
             raise ScheduleError(
@@ -83,10 +100,7 @@ class PipelinePrograms:
                 "stage B, or I and W, of each micro-batch too"
             )
         rows = self.schedule if has_backward else self.schedule.forward_only()
-        program = PipelineProgram(parts, rows, self.placement)
-        plan = plan_of_pipeline(flat, program, options.links)
-        plan = replace(plan, stage=options.stage, recomputed=options.recompute)
-        return Candidate(flat, history, plan, pipeline=program)
+        return PipelineProgram(parts, rows, self.placement)
 
 
 def with_seconds(candidate: Candidate, device: Device) -> Candidate:

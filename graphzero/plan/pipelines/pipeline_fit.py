@@ -11,7 +11,7 @@ micro-batches in flight, has most left for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -37,7 +37,7 @@ from graphzero.plan.memory_fit import (
 from graphzero.plan.memory_search import MemorySearch
 from graphzero.plan.pipelines.pipeline import PipelinePrograms
 from graphzero.plan.pipelines.traffic_candidates import ACCUMULATORS, traffic_candidates
-from graphzero.plan.plan import format_seconds, mega
+from graphzero.plan.plan import MemoryPlan, format_seconds, mega
 from graphzero.plan.stage import first_fitting, gathered_once
 from graphzero.plan.variants import Candidate
 from graphzero.schedules import count_in_flight
@@ -126,12 +126,12 @@ class PipelineFit:
         if isinstance(activations, str):
             chosen = {member: search.least()[0] for member, search in self.searches.items()}
         else:
-            plain = _needs(self.plain)
+            plain = _needs(_memories(self.plain))
             over = {member for member, needs in plain.items() if limits.over(*needs) > 0}
             if not over:
                 return self.options
             tries = {m: recompute_choices(self.searches[m], limits, plain[m]) for m in over}
-            chosen = follow_all(tries, lambda choices: _needs(self.programs.draft(self._with(choices))))
+            chosen = follow_all(tries, lambda choices: self._drafted_needs(self._with(choices), choices))
         self.lines += [self._describe(member, ops) for member, ops in sorted(chosen.items()) if ops]
         return self._with(chosen)
 
@@ -168,6 +168,9 @@ class PipelineFit:
                 "more micro-batches (config.set_gradient_accumulation_steps(n)), or more stages"
             )
 
+    def _drafted_needs(self, options: Options, members: Collection[int]) -> dict[int, TriedProgram]:
+        return _needs(self.programs.draft_memory(options, members))
+
     # ---- what is sent less often
 
     def _spending(self, options: Options, draft: Candidate, budget: Budget) -> Options:
@@ -175,7 +178,7 @@ class PipelineFit:
         assert draft.pipeline is not None
         graph = self.programs.variants.before("keep_gathered", options)
         candidates = traffic_candidates(graph, draft.pipeline, options)
-        needs = _needs(draft)
+        needs = _needs(_memories(draft))
         searches = {
             member: _traffic_choices(mine, Limits(budget.nbytes), needs[member].peak)
             for member, mine in candidates.items()
@@ -183,7 +186,7 @@ class PipelineFit:
         }
 
         def make(choices: Mapping[int, TrafficChoice]) -> dict[int, TriedProgram]:
-            return _needs(self.programs.draft(self._holding(options, choices)))
+            return self._drafted_needs(self._holding(options, choices), choices)
 
         chosen = follow_all(searches, make)
         for member, choice in sorted(chosen.items()):
@@ -235,11 +238,14 @@ def _stages_text(stages: tuple[int, ...]) -> str:
     return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
-def _needs(program: Candidate) -> dict[int, TriedProgram]:
-    """What each member needs."""
+def _memories(program: Candidate) -> dict[int, MemoryPlan]:
+    """The memory of each member."""
     assert program.plan.pipeline is not None
-    memories = (member.memory for member in program.plan.pipeline.members)
-    return {i: TriedProgram(memory.peak, memory.activations) for i, memory in enumerate(memories)}
+    return {i: member.memory for i, member in enumerate(program.plan.pipeline.members)}
+
+
+def _needs(memories: Mapping[int, MemoryPlan]) -> dict[int, TriedProgram]:
+    return {member: TriedProgram(memory.peak, memory.activations) for member, memory in memories.items()}
 
 
 def _traffic_choices(

@@ -9,7 +9,7 @@ first call behind that one.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -86,15 +86,22 @@ class _PartMemory:
 
 
 class PipelineMemory:
-    """Memory of the members of a pipeline."""
+    """Memory of the members of a pipeline.
 
-    def __init__(self, pipeline: PipelineProgram) -> None:
+    members: those that are asked for; by default all.  parts: memory of their parts, by number.
+    """
+
+    def __init__(self, pipeline: PipelineProgram, members: Collection[int] | None = None) -> None:
         self.pipeline = pipeline
-        self.parts = [_PartMemory(part.graph, part.outputs) for part in pipeline.parts.parts]
+        self.parts = {
+            i: _PartMemory(part.graph, part.outputs)
+            for i, part in enumerate(pipeline.parts.parts)
+            if members is None or pipeline.member_of(part.key.stage) in members
+        }
 
     def list_members(self) -> list[PipelineMember]:
         """The members of ``pp``, in order."""
-        return [self._member(member) for member in range(self.pipeline.schedule.ranks)]
+        return [self.plan_member(member) for member in range(self.pipeline.schedule.ranks)]
 
     def walk_calls(self, member: int) -> Iterator[tuple[PartCall, dict[str, Bytes], int]]:
         """Of each call of a member, in order: bytes by category over its part, and those in flight behind it."""
@@ -118,7 +125,8 @@ class PipelineMemory:
             over = self._over_time(call, in_flight, left, accumulators, resident)
             yield call, over, sum({one.lies: one.nbytes for one in in_flight.values()}.values())
 
-    def _member(self, member: int) -> PipelineMember:
+    def plan_member(self, member: int) -> PipelineMember:
+        """What the ranks of a member hold."""
         pipeline, calls = self.pipeline, self.pipeline.calls_on(member)
         accumulators = set(pipeline.parts.accumulators)
         peak, at_peak, where, most = -1, dict.fromkeys(CATEGORIES, 0), "", 0

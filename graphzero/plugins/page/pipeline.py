@@ -48,7 +48,7 @@ class CallMemory:
         self.worst: dict[int, Over] = {}
         self.categories = [
             _categories(part, {storage[0]: key for key, storage in of_part.handed_over.items()}, accumulators)
-            for part, of_part in zip(pipeline.parts.parts, memory.parts, strict=True)
+            for part, of_part in zip(pipeline.parts.parts, memory.parts.values(), strict=True)
         ]
         highest: dict[int, int] = {}
         for call, over, in_flight in (x for i in range(pipeline.schedule.ranks) for x in memory.walk_calls(i)):
