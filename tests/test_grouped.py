@@ -28,6 +28,21 @@ def test_float64_and_the_kernel_of_float32_agree(form):
     )
 
 
+@pytest.mark.parametrize("shapes", [((16, 4), (2, 4, 8)), ((4, 16), (16, 8)), ((2, 4, 8), (8, 16))])
+@pytest.mark.parametrize("turned", [False, True])
+def test_groups_that_begin_later_are_the_same_by_the_kernel_and_one_by_one(shapes, turned):
+    a, b = (torch.randn(shape) for shape in shapes)
+    a, b = (x.transpose(-2, -1).contiguous().transpose(-2, -1) if turned else x for x in (a, b))
+    first, ends = torch.tensor(3), torch.tensor([3, 9], dtype=torch.int32)
+    whole = grouped_mm.product(a, b, torch.tensor([3, 9], dtype=torch.int32))
+    own, rolled = (form(a, b, ends, first) for form in (grouped_mm.product, grouped_mm._by_kernel_from))
+    rows = (slice(3, 9),) if len(shapes[1]) == 3 else (..., slice(3, 9)) if len(shapes[0]) == 3 else (slice(1, 2),)
+    torch.testing.assert_close(own[rows], whole[rows])
+    torch.testing.assert_close(rolled[rows], whole[rows])
+    if own.dim() == 3:
+        assert not own[0].any() and not rolled[0].any()  # an empty group, not what lies before the first
+
+
 def test_a_piece_that_the_kernel_refuses_is_computed_all_the_same():
     a, b = operands("rows", torch.float32)
     piece = b[..., :3].contiguous()  # rows 12 bytes apart

@@ -14,11 +14,11 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.printer import print_line
 from graphzero.ir.value import TensorType
-from graphzero.ops import ADAM, AS_GLOBAL, AS_LOCAL, PIN, SAME
+from graphzero.ops import ADAM, AS_GLOBAL, AS_LOCAL, FREE, PIN, SAME
 from graphzero.sbp import rank_call, registry
 from graphzero.sbp.shards import nests
 from graphzero.sbp.signature import Signature, TensorMeta
-from graphzero.sbp.types import B, Nd, Sbp, parse_sbp
+from graphzero.sbp.types import B, Nd, P, Sbp, parse_sbp
 
 
 def is_op(node: fx.Node) -> bool:
@@ -68,17 +68,17 @@ def signatures_of(
     part: of ``parts_of``.
     """
     if node.target in (AS_LOCAL, AS_GLOBAL):
-        return (_end_of_region(node, axis),)
+        return _end_of_region(node, axis, tuple(stand))
     sections = {sbp.sections for sbp in stand if sbp is not None} - {1}
     return allowed_on(node, graph.placement.hierarchy[axis], sections, pieces, part)
 
 
 def allowed_on(
-    node: fx.Node, ranks: int, sections: Collection[int] = (), pieces: int | None = None, part: int | None = None
+    node: fx.Node, ranks: int | None, sections: Collection[int] = (), pieces: int | None = None, part: int | None = None
 ) -> tuple[Signature, ...]:
     """Signatures of the op at ``node`` on an axis of so many ranks, all-B first; the rest as of ``signatures_of``.
 
-    Not of an end of per-rank code, which depends on the axis.
+    ranks: None for any number of them.  Not of an end of per-rank code, which depends on the axis.
     """
     op, args, kwargs = rank_call.of_whole(node.target, _args(node, part), value.own_kwargs(node))  # type: ignore[arg-type]
     try:
@@ -96,11 +96,16 @@ def allowed_on(
         raise SbpError(f"{error}\n  > {print_line(node)}" + (f"    {source}" if source else "")) from None
 
 
-def _end_of_region(node: fx.Node, axis: int) -> Signature:
-    """The one signature of an end of per-rank code, inside of which all values are B."""
+def _end_of_region(node: fx.Node, axis: int, stand: tuple[Sbp | None, ...]) -> tuple[Signature, ...]:
+    """Signatures of an end of per-rank code, inside of which all values are B; along a free axis it changes nothing."""
     said = str(node.args[1][axis])  # type: ignore[index]
+    if said == FREE:
+        sizes = zip(value.tensor_type(value.operand(node)).shape, value.tensor_type(node).shape, strict=True)
+        kept = {dim for dim, (before, after) in enumerate(sizes) if before == after}
+        able = (sbp for sbp in (B, P, *stand) if sbp is not None and (not sbp.is_split or sbp.dim in kept))
+        return tuple(Signature((sbp,), (sbp,)) for sbp in dict.fromkeys(able))
     sbp = B if said == SAME else parse_sbp(said)
-    return Signature((sbp,), (B,)) if node.target is AS_LOCAL else Signature((B,), (sbp,))
+    return (Signature((sbp,), (B,)) if node.target is AS_LOCAL else Signature((B,), (sbp,)),)
 
 
 def misfit(graph: StepGraph, node: fx.Node, chosen: Mapping[int, Signature], part: int | None = None) -> str:

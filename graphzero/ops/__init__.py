@@ -7,7 +7,7 @@ from graphzero.ops.attention import ATTENTION, ATTENTION_BACKWARD
 from graphzero.ops.cross_entropy import CROSS_ENTROPY_BACKWARD
 from graphzero.ops.embedding_bag import BAG, BAG_BACKWARD, BAG_SCALES_BACKWARD
 from graphzero.ops.grouped_mm import GROUPED_MM
-from graphzero.ops.local_region import AS_GLOBAL, AS_LOCAL, SAME, dual
+from graphzero.ops.local_region import AS_GLOBAL, AS_LOCAL, FREE, SAME, dual
 from graphzero.ops.move import MOVE
 from graphzero.ops.pin_check import CHECK, PIN
 from graphzero.ops.random import RANK_KEY, UNIFORM_LIKE
@@ -27,6 +27,7 @@ __all__ = [
     "BAG_SCALES_BACKWARD",
     "CHECK",
     "CROSS_ENTROPY_BACKWARD",
+    "FREE",
     "GROUPED_MM",
     "MOVE",
     "PIN",

@@ -1,7 +1,8 @@
 """The ops ``as_local`` and ``as_global``: the two ends of per-rank code.
 
 ``sbp`` says, per placement axis, what the ranks' tensors are of the global one (``SAME``: equal, and made by equal
-work), ``shape`` what comes out.  A rank that executes them hands on what it holds.
+work; ``FREE``: the region does not concern the axis, along which values are split or partial as anywhere), ``shape``
+what comes out.  A rank that executes them hands on what it holds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ LIBRARY.define("as_global(Tensor x, str[] sbp, int[] shape) -> Tensor")
 AS_LOCAL = torch.ops.graphzero.as_local.default
 AS_GLOBAL = torch.ops.graphzero.as_global.default
 SAME = "="
+FREE = "*"
 _DUAL = {"B": "P", "P": "B"}
 
 

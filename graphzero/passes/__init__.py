@@ -30,6 +30,7 @@ from graphzero.passes.place.expand import Expand
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
 from graphzero.passes.place.split_attention import SplitAttention
+from graphzero.passes.place.split_experts import SplitExperts
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
@@ -73,6 +74,7 @@ __all__ = [
     "Schedule",
     "Slots",
     "SplitAttention",
+    "SplitExperts",
     "OptimizerInBackward",
     "Zero",
     "default_passes",

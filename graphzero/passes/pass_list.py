@@ -35,6 +35,7 @@ from graphzero.passes.place.expand import Expand
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
 from graphzero.passes.place.split_attention import SplitAttention
+from graphzero.passes.place.split_experts import SplitExperts
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
@@ -142,6 +143,7 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(CountTargets, "captured", _adds_up),
     PassEntry(AssignStages, "captured", lambda options: bool(options.pipeline_stages)),
     PassEntry(SplitAttention, "captured"),
+    PassEntry(SplitExperts, "captured"),
     PassEntry(Expand, "captured"),
     PassEntry(Propagate, "captured"),
     PassEntry(InsertBoxing, "propagated"),

@@ -22,7 +22,7 @@ from graphzero.ir.value import ScalarType, TensorType, Type
 from graphzero.ir.verifier.infer_types import NUMBERS, as_key, infer
 from graphzero.ir.verifier.pass_op_types import FORMS, Unfit, kind_of_number, need
 from graphzero.ir.verifier.violation import violation
-from graphzero.ops import AS_GLOBAL, AS_LOCAL, SAME
+from graphzero.ops import AS_GLOBAL, AS_LOCAL, FREE, SAME
 from graphzero.sbp.types import parse_sbp
 
 
@@ -167,5 +167,5 @@ def _check_end(graph: StepGraph, node: fx.Node) -> None:
     good = isinstance(said, (list, tuple)) and len(said) == len(graph.placement.names)
     need(good and all(isinstance(word, str) for word in said), "does not name an SBP for each axis")  # type: ignore[union-attr]
     for word in said:  # type: ignore[union-attr]
-        if word != SAME:
+        if word not in (SAME, FREE):
             parse_sbp(str(word))

@@ -295,6 +295,8 @@ def _groups(a: Any) -> None:
         _need(not bool((ends[1:] < ends[:-1]).any()), "ends of groups that fall")
         groups = {one.shape[0] for one in (x, y) if one.dim() == 3}
         _need(not groups or groups == {ends.numel()}, "other groups than ends")
+        first = vars(a).get("first")
+        _need(first is None or (first.dim() == 0 and 0 <= int(first) <= int(ends[:1].sum())), "a first group before 0")
 
 
 CONDITIONS: dict[str, Callable[[Any], None]] = {

@@ -18,4 +18,5 @@ FORMS = {
 
 @rule(torch.ops.graphzero.grouped_mm.default)
 def grouped_mm(call: Call) -> str:
-    return FORMS[len(call.tensors[0].shape), len(call.tensors[1].shape)]
+    line = FORMS[len(call.tensors[0].shape), len(call.tensors[1].shape)]
+    return line if call["first"] is None else line.replace("->", ",~->")

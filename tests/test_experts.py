@@ -1,0 +1,206 @@
+"""Experts over ranks: weights split by expert are used where they are, and give what plain PyTorch gives with all."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import TrainGraph
+from mixtures import Mixture, TwoLayers
+from toys import history, lines
+
+import graphzero as gz
+from graphzero.passes.place import split_experts
+from graphzero.sbp import B, S
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:no axis of"),
+    pytest.mark.filterwarnings("ignore:every rank of dp computes the whole gradient"),
+]
+TOKENS, INPUTS, WIDTH = 12, 24, 6
+
+
+def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x)
+
+
+def batch(step: int, width: int = INPUTS) -> torch.Tensor:
+    return torch.randn(TOKENS, width, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def model_of(**options: Any) -> TwoLayers:
+    torch.manual_seed(0)
+    return TwoLayers(**options).double()
+
+
+def train(graph_model: torch.nn.Module, place: gz.Placement, **settings: Any) -> TrainGraph:
+    """Two steps of a Graph and of plain PyTorch, which must agree in losses and in all that the steps have changed."""
+    twin = copy.deepcopy(graph_model)
+    split = (B,) * (len(place.names) - 1)
+    gz.to_global(graph_model, place, {"*.up": (*split, S(0)), "*.down": (*split, S(0))})
+    graph = TrainGraph(graph_model, loss_of, torch.optim.AdamW(graph_model.parameters(), lr=0.01), placement=place,
+                       **settings)  # fmt: skip
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = twin(batch(step))
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(graph(batch(step)), loss.detach(), rtol=1e-9, atol=1e-9)
+    new = graph.full_state_dict()["modules"]["model"]
+    torch.testing.assert_close(new, twin.state_dict(), rtol=1e-9, atol=1e-9)
+    return graph
+
+
+def virtual(**axes: int) -> gz.Placement:
+    grid = torch.arange(torch.Size(axes.values()).numel()).reshape(*axes.values()).tolist()
+    return gz.placement("cpu", grid, names=tuple(axes), virtual=True)
+
+
+ROUTINGS: dict[str, dict[str, Any]] = {
+    "as the router says": {},
+    "all tokens to one expert": {"top": 1, "bias": torch.tensor([0.0, 0, 9, 0])},
+    "two experts without tokens": {"bias": torch.tensor([0.0, 9, 0, 9])},
+    "all experts for each token": {"top": 4},
+    "no shared expert": {"shared": False},
+}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_experts_on_ranks_train_as_plain_pytorch_does(routing: str, ranks: int) -> None:
+    graph = train(model_of(**ROUTINGS[routing]), virtual(ep=ranks))
+    assert not any(c.kind == "all_gather" for c in graph.plan.collectives)
+
+
+def test_one_sum_of_the_tokens_travels_in_each_direction_of_a_layer() -> None:
+    graph = train(model_of(), virtual(ep=4))
+    tokens, routed, sent = TOKENS * WIDTH * 8, TOKENS * 2 * 8, 2 * 3 / 4  # float64; of an all_reduce over 4
+    by_phase = {phase: sum(c.bytes for c in graph.plan.collectives if c.phase == phase) for phase in
+                ("forward", "backward", "update")}  # fmt: skip
+    # backward: the gradient of the router's weights too, one number for each token and expert of it
+    assert by_phase == {"forward": 2 * tokens * sent, "backward": 2 * (tokens + routed) * sent, "update": 0}
+
+
+def test_a_rank_holds_and_multiplies_its_own_experts_alone() -> None:
+    graph = train(model_of(experts=8), virtual(ep=4))
+    whole = train(model_of(experts=8), virtual(ep=1))
+    products = lines(graph.program, "= grouped_mm(")
+    assert len(products) == 12 and all("f64[8," not in line for line in products)
+    experts = 2 * (8 * WIDTH * 10 + 8 * 5 * WIDTH) * 8
+    held = {kind: (whole.plan.memory[kind] - graph.plan.memory[kind]) for kind in ("parameters", "optimizer_states")}
+    assert held == {"parameters": experts * 3 // 4, "optimizer_states": 2 * experts * 3 // 4}
+
+
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
+def test_data_axes_beside_experts_with_zero(stage: int) -> None:
+    train(model_of(), virtual(dp=2, ep=2), stage=stage)
+
+
+def test_experts_that_ranks_do_not_divide_are_gathered_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="4 experts are split over 3 ranks of ep, which does not divide them"):
+        graph = train(model_of(), virtual(ep=3))
+    assert any(c.kind == "all_gather" for c in graph.plan.collectives)
+
+
+# ---- which rows are whose
+
+
+def test_a_wrong_map_of_owners_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first row of a rank one too late: its product is lost to all ranks."""
+    right = split_experts._ExpertRegion._first_row
+
+    def late(self: Any, node: Any) -> Any:
+        w = split_experts.DefinitionWriter(self.graph, node)
+        return w(torch.ops.aten.add.Tensor, right(self, node), 1)
+
+    monkeypatch.setattr(split_experts._ExpertRegion, "_first_row", late)
+    with pytest.raises(AssertionError):
+        train(model_of(), virtual(ep=2))
+
+
+def mixed_rows(h: torch.Tensor) -> torch.Tensor:
+    """Rows of other experts are read: the sum over the ranks comes first."""
+    return h - h.mean(0)
+
+
+def to_rows_and_back(h: torch.Tensor) -> torch.Tensor:
+    return h.reshape(-1).tanh().view(h.shape)
+
+
+ROW_BY_ROW: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    torch.tanh,
+    lambda h: h.softmax(-1),
+    lambda h: F.layer_norm(h, h.shape[-1:]),
+    lambda h: h.t().contiguous().exp().t(),
+    lambda h: h.clamp(-0.5, 0.5),
+    lambda h: torch.where(h > 0, h, h.exp()),
+    lambda h: h / h.norm(dim=-1, keepdim=True),
+    lambda h: h.flip(-1).cumsum(-1),
+    lambda h: h.sort(-1)[0],
+    lambda h: h.unsqueeze(1).relu().squeeze(1),
+]
+OTHERS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    mixed_rows,
+    to_rows_and_back,
+    lambda h: h.flip(0),
+    lambda h: h.cumsum(0) / 8,
+    lambda h: h.roll(1, 0),
+    lambda h: h.softmax(0),
+    lambda h: h[torch.arange(h.shape[0] - 1, -1, -1)],
+    lambda h: h.sort(0)[0],
+    lambda h: h.t().reshape(h.shape),
+    lambda h: h * (h.sum(0) > 0.1),
+]
+
+
+def chain(seed: int, some: list[Callable[[torch.Tensor], torch.Tensor]]) -> Callable[[torch.Tensor], torch.Tensor]:
+    picked = random.Random(seed).choices(some, k=3)
+
+    def between(h: torch.Tensor) -> torch.Tensor:
+        for one in picked:
+            h = one(h)
+        return h
+
+    return between
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 18))])
+def test_any_ops_between_the_products_give_what_they_give_on_one_device(seed: int) -> None:
+    options = {"between": chain(seed, ROW_BY_ROW + OTHERS)}
+    train(model_of(**options), virtual(ep=2))
+
+
+@pytest.mark.parametrize("one", range(len(ROW_BY_ROW)))
+def test_nothing_is_summed_between_products_where_rows_do_not_mix(one: int) -> None:
+    torch.manual_seed(0)
+    model, place = Mixture(between=ROW_BY_ROW[one]).double(), virtual(ep=2)
+    gz.to_global(model, place, {"up": S(0), "down": S(0)})
+    graph = TrainGraph(model, lambda model, x: model(x).square().mean(), placement=place).compile(batch(0, WIDTH))
+    assert [(c.kind, c.bytes) for c in graph.plan.collectives] == [("all_reduce", TOKENS * WIDTH * 8)]
+
+
+# ---- the pass, in text
+
+TEXT = """
+graph experts(ep=2)
+  x    = batch() : f32[6, 4]     B!
+  w    = param() : f32[4, 4, 4]  S(0)!
+  ends = batch() : i32[4]        B!
+forward:
+  u    = use(w)                  : f32[4, 4, 4]  S(0)!
+  y    = grouped_mm(x, u, ends)  : f32[6, 4]
+  r    = {op}
+  s    = sum.dim_IntList(r, [0]) : f32[4]
+  return s
+"""
+
+
+def test_an_op_that_only_reads_a_shape_stays_outside() -> None:
+    text = str(history(TEXT.format(op="zeros_like(y) : f32[6, 4]"))["split_experts"].after)
+    assert "as_global" not in text
