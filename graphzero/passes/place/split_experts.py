@@ -96,7 +96,7 @@ class SplitExperts(BuiltinPass):
             if not any(node.target is GROUPED_MM for node in graph.nodes):
                 break
             for ends in list(_split_groups(graph, swept(graph, self.links)[axis])):
-                _ExpertRegion(graph, axis, ends).write()
+                _ExpertRegion(graph, axis, ends).rewrite_graph()
         return graph
 
 
@@ -145,8 +145,8 @@ class _ExpertRegion:
         self.others: dict[int, fx.Node] = {}  # number of rows -> whether each is of another rank
         self.first: fx.Node | None = None
 
-    def write(self) -> None:
-        """Rewrite the graph."""
+    def rewrite_graph(self) -> None:
+        """Make the region per-rank code."""
         for node in list(self.graph.nodes):
             own = [x for x in node.all_input_nodes if x in self.row_dims]
             if node.target is GROUPED_MM and node.args[2] is self.ends:
