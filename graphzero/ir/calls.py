@@ -101,8 +101,8 @@ def _end_of_region(node: fx.Node, axis: int, stand: tuple[Sbp | None, ...]) -> t
     said = str(node.args[1][axis])  # type: ignore[index]
     if said == FREE:
         sizes = zip(value.tensor_type(value.operand(node)).shape, value.tensor_type(node).shape, strict=True)
-        kept = {dim for dim, (before, after) in enumerate(sizes) if before == after}
-        able = (sbp for sbp in (B, P, *stand) if sbp is not None and (not sbp.is_split or sbp.dim in kept))
+        equal_dims = {dim for dim, (before, after) in enumerate(sizes) if before == after}
+        able = (sbp for sbp in (B, P, *stand) if sbp is not None and (not sbp.is_split or sbp.dim in equal_dims))
         return tuple(Signature((sbp,), (sbp,)) for sbp in dict.fromkeys(able))
     sbp = B if said == SAME else parse_sbp(said)
     return (Signature((sbp,), (B,)) if node.target is AS_LOCAL else Signature((B,), (sbp,)),)
