@@ -1,0 +1,161 @@
+"""Checks of the ranks of a placement, each beside the same on virtual ranks of this process.
+
+Every rank runs all of them, in one order, and gets the findings of all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphzero.errors import GraphZeroError
+from graphzero.graph import Graph
+from graphzero.inspect.compare import difference
+from graphzero.runtime.world.accelerators import ACCELERATORS
+from graphzero.runtime.world.process import ProcessWorld
+from graphzero.runtime.world.virtual import VirtualWorld
+from graphzero.runtime.world.world import World
+from graphzero.sbp.collectives import COLLECTIVES, Lines
+from graphzero.sbp.placement import Placement, placement
+from graphzero.testing import trace_step
+
+LINE = 12_289  # numbers of a line of a collective: no power of two, more than a message
+TOLERANCE = 1e-5  # where sums are in another order: through NCCL, and on one rank
+ROWS, WIDTH = 8, 24  # of the batch of a rank, of the small model
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check.  about: what was checked; holds: whether it is as it should be; facts: what was seen, in words."""
+
+    about: str
+    holds: bool
+    facts: str
+
+
+def check_ranks(place: Placement) -> Iterator[Finding]:
+    """Every collective along each axis of several ranks, then steps of a small model at each ZeRO stage."""
+    for name, ranks in zip(place.names, place.hierarchy, strict=True):
+        for kind in COLLECTIVES if ranks > 1 and not place.virtual else ():
+            yield _on_all_ranks(f"{kind} along {name}", partial(_check_collective, place, kind, name))
+    for stage in range(4):
+        yield _on_all_ranks(f"step at ZeRO stage {stage}", partial(_check_step, place, stage))
+
+
+def _on_all_ranks(about: str, examine: Callable[[], str]) -> Finding:
+    """A check of all ranks.  examine: returns what it saw, and raises GraphZeroError where that is wrong."""
+    try:
+        seen = (True, examine())
+    except (GraphZeroError, RuntimeError) as error:
+        seen = (False, str(error).strip().split("\n")[0] or type(error).__name__)
+    everyone: list[Any] = [seen]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, seen)
+    failed = {rank: facts for rank, (holds, facts) in enumerate(everyone) if not holds}
+    return Finding(about, not failed, "; ".join(f"rank {rank}: {facts}" for rank, facts in failed.items()) or seen[1])
+
+
+def _check_collective(place: Placement, kind: str, axis: str) -> str:
+    real, virtual = ProcessWorld(place), VirtualWorld(reference_of(place))
+    (received,) = _run_collective(real, kind, axis)
+    expected = _run_collective(virtual, kind, axis)[real.local_ranks[0]]
+    return _compare("what arrives", received, expected, place)
+
+
+def _run_collective(world: World, kind: str, axis: str) -> list[Tensor]:
+    """What the ranks of this process receive; what a rank sends depends on its number alone."""
+    collective, ranks = COLLECTIVES[kind], world.placement.hierarchy[world.placement.axis(axis)]
+
+    def numbers(rank: int, lines: Lines) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randn(LINE * (lines[1] - lines[0]), generator=generator).to(world.device)
+
+    sent = [numbers(rank, collective.sent(0, ranks)) for rank in world.local_ranks]
+    received = sent if collective.is_in_place else [numbers(0, collective.received(ranks)).zero_() for _ in sent]
+    world.begin(kind, received, sent, axis).wait()
+    return received
+
+
+class SmallGraph(Graph):
+    """A step of a small model, from the same weights on every placement."""
+
+    def __init__(self, place: Placement, stage: int) -> None:
+        super().__init__(place, name="doctor")
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, 5))
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.01), clip_grad_norm=1.0)
+        if stage:
+            self.config.enable_zero(stage=stage)
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        loss.backward()
+        return loss
+
+
+def _check_step(place: Placement, stage: int) -> str:
+    """Two steps give the losses and parameters that they give elsewhere, by the collectives of the plan.
+
+    Those of processes are compared with virtual ranks, those of virtual ranks with one rank.
+    """
+    graph, other = SmallGraph(place, stage), SmallGraph(reference_of(place), stage)
+    shares = [
+        (torch.randn(ROWS, WIDTH, generator=(generator := torch.Generator().manual_seed(rank))),
+         torch.randint(0, 5, (ROWS,), generator=generator))
+        for rank in range(_data_ranks(place))
+    ]  # fmt: skip
+    batch = [torch.cat(parts).to(place.device_type) for parts in zip(*shares, strict=True)]
+    own = batch if place.virtual else [x.chunk(_data_ranks(place))[_data_rank(place)] for x in batch]
+    losses = [graph(*own), other(*batch)]
+    sent = Counter((one.kind, one.axis, one.nbytes) for one in trace_step(graph, *own))
+    losses.append(other(*batch))
+    planned = Counter((one.kind, one.axis, one.bytes) for one in graph.plan.collectives)
+    if sent != planned:
+        one = next(iter((sent - planned) + (planned - sent)))
+        raise GraphZeroError(
+            f"{one[0]} of {one[2]:,.0f} B along {one[1]} was sent {sent[one]} times, and planned {planned[one]} times"
+        )
+    _compare("the loss", losses[0], losses[1], place)
+    states = [one.full_state_dict()["modules"]["model"] for one in (graph, other)]
+    seen, expected = (torch.cat([x.flatten() for x in state.values()]) for state in states)
+    return f"{_compare('parameters', seen, expected, place)}; {sum(sent.values())} collectives as planned"
+
+
+def _compare(what: str, seen: Tensor, expected: Tensor, place: Placement) -> str:
+    reference = "one rank" if place.virtual else "virtual ranks"
+    if torch.equal(seen, expected):
+        return f"equal to {reference}, to the bit"
+    apart = difference(seen, expected)
+    rounds = place.virtual or place.device_type in ACCELERATORS
+    if not rounds or not apart <= TOLERANCE:
+        raise GraphZeroError(f"{what}: differs from {reference} by {apart:.1e}")
+    return f"equal to {reference} within {apart:.0e}"
+
+
+def reference_of(place: Placement) -> Placement:
+    """The same ranks in this process; of virtual ranks, one."""
+    if place.virtual:
+        return placement(place.device_type, range(1), virtual=True)
+    return placement(place.device_type, place.ranks, place.names, virtual=True)
+
+
+def _data_ranks(place: Placement) -> int:
+    return prod(ranks for name, ranks in zip(place.names, place.hierarchy, strict=True) if name in place.batch_axes)
+
+
+def _data_rank(place: Placement) -> int:
+    """This process's number among the ranks that have shares of their own, outermost axis first."""
+    number = 0
+    coordinate = ProcessWorld(place).coordinate(0)
+    for name, ranks, own in zip(place.names, place.hierarchy, coordinate, strict=True):
+        number = number * ranks + own if name in place.batch_axes else number
+    return number

@@ -1,0 +1,139 @@
+"""The command ``graphzero doctor``: one screen that says whether this machine does what programs say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import graphzero
+from graphzero.cli import factory
+from graphzero.cli.calibrate import calibrate
+from graphzero.plan.device import Device
+from graphzero.plugins.doctor.checks import Finding, check_ranks
+from graphzero.runtime.world import launch
+from graphzero.runtime.world.accelerators import ACCELERATORS
+from graphzero.runtime.world.process import ProcessWorld
+from graphzero.sbp.link_costs import Link
+from graphzero.sbp.placement import Placement, placement
+
+SUMMARY = "check versions, links and collectives of a machine"
+
+EXAMPLES = """examples:
+  graphzero doctor                                                this machine, two virtual ranks
+  torchrun --nproc-per-node=4 -m graphzero doctor --axes dp=2,tp=2   four ranks, how they talk, and what they send
+
+exit status: 0; 1 if a check does not hold; 2 for a wrong command"""
+SIZES, REPEAT = (1 << 14, 1 << 18, 1 << 22), 3  # of collectives that are timed
+
+
+@dataclass(frozen=True)
+class MachineReport:
+    """What is known of a machine and its ranks, by axis where it is of one.
+
+    transports: how ranks talk.  links: as measured.  calibrated: as `graphzero calibrate` measured them before.
+    """
+
+    machine: Mapping[str, str]
+    transports: Mapping[str, str]
+    links: Mapping[str, Link]
+    calibrated: Mapping[str, Link]
+    checks: Sequence[Finding]
+
+    @property
+    def hold(self) -> bool:
+        return all(check.holds for check in self.checks)
+
+    def __str__(self) -> str:
+        lines = [f"{name:<12}{facts}" for name, facts in self.machine.items()]
+        lines += [f"along {axis:<6}{about}" for axis, about in self.transports.items()]
+        for axis, link in self.links.items():
+            before = f"; {link_text(self.calibrated[axis])} as calibrated before" if axis in self.calibrated else ""
+            lines.append(f"along {axis:<6}{link_text(link)}{before}")
+        width = max(len(check.about) for check in self.checks) + 2
+        for check in self.checks:
+            lines.append(f"{'ok  ' if check.holds else 'FAIL'}  {check.about:<{width}}{check.facts}")
+        failed = sum(not check.holds for check in self.checks)
+        lines.append(f"{failed} of {len(self.checks)} checks do not hold" if failed else f"all {len(self.checks)} hold")
+        if not self.transports:
+            lines.append("nothing travelled: run it where ranks are, torchrun --nproc-per-node=N -m graphzero doctor")
+        return "\n".join(lines)
+
+
+def add_arguments(one: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    one.description = (
+        "Runs every collective, and a small model at each ZeRO stage, and compares with virtual ranks of one\n"
+        "process: results, and what was sent with what was planned. Times each axis."
+    )
+    one.epilog, one.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
+    one.add_argument("--ranks", type=int, metavar="N", help="how many, along one axis dp; by default all of the job")
+    one.add_argument("--axes", metavar="dp=4,tp=2", help="ranks along each axis, outermost first")
+    one.add_argument("--hierarchy", metavar="4x2", help="the same without names")
+    one.add_argument("--device", default="device.json", metavar="PATH", help="what `graphzero calibrate` wrote, to be "
+                     "shown beside what is measured; device.json, if it is there")  # fmt: skip
+    one.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the command line says; the exit status."""
+    calibrated = Device.named(options.device).links if Path(options.device).exists() else {}
+    where = _placement(options)
+    checks = list(check_ranks(where))
+    links = {one.axis: one.link for one in calibrate(where, SIZES, REPEAT)} if where.size > 1 != where.virtual else {}
+    machine_report = MachineReport(describe_machine(where), _transports(where), links, calibrated, checks)
+    if launch.own_rank() == 0:
+        print(json.dumps(asdict(machine_report), indent=2) if options.json else machine_report)
+    return 0 if machine_report.hold else 1
+
+
+def _placement(options: argparse.Namespace) -> Placement:
+    """The ranks of the job under a launcher, else virtual ones."""
+    default = launch.resolve(None)
+    where = factory.placement_of(options, default.device_type)
+    if launch.has_world():
+        return default if where is None else launch.resolve(where)
+    where = where or placement(default.device_type, range(2))
+    return placement(where.device_type, where.ranks, where.names, virtual=True)
+
+
+def _transports(place: Placement) -> dict[str, str]:
+    """How ranks talk along each axis of several."""
+    if place.virtual:
+        return {}
+    backend = dist.get_backend()
+    world = ProcessWorld(place)
+    token = torch.zeros(1, device=world.device)
+    for name in place.names:  # which connects them
+        world.begin("all_reduce", [token], [token], name).wait()
+    several = [name for name, ranks in zip(place.names, place.hierarchy, strict=True) if ranks > 1]
+    return {name: world.transports.get(name, f"torch.distributed's {backend}") for name in several}
+
+
+def describe_machine(place: Placement) -> dict[str, str]:
+    """Versions and devices, by what they are of."""
+    machine = {
+        "graphzero": graphzero.__version__,
+        "torch": torch.__version__,
+        "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {len(os.sched_getaffinity(0))} cores for this process",
+        "ranks": repr(place),
+    }
+    for name, accelerator in ACCELERATORS.items():
+        if accelerator.is_available:
+            own = accelerator.module.get_device_properties(accelerator.module.current_device())
+            machine[name] = f"{accelerator.count} x {own.name}, {own.total_memory / 1e9:.1f} GB"
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        machine["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return machine
+
+
+def link_text(link: Link) -> str:
+    return f"{link.bandwidth / 1e9:.2f} GB/s, {link.latency * 1e6:.0f} us"
