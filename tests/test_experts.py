@@ -15,7 +15,7 @@ from mixtures import Mixture, TwoLayers
 from toys import history, lines
 
 import graphzero as gz
-from graphzero.passes.place import split_experts
+from graphzero.passes.place import expert_region
 from graphzero.sbp import B, S
 
 pytestmark = [
@@ -38,11 +38,11 @@ def model_of(**options: Any) -> TwoLayers:
     return TwoLayers(**options).double()
 
 
-def train(graph_model: torch.nn.Module, place: gz.Placement, **settings: Any) -> TrainGraph:
+def train(graph_model: torch.nn.Module, place: gz.Placement, *nd: Any, **settings: Any) -> TrainGraph:
     """Two steps of a Graph and of plain PyTorch, which must agree in losses and in all that the steps have changed."""
     twin = copy.deepcopy(graph_model)
-    split = (B,) * (len(place.names) - 1)
-    gz.to_global(graph_model, place, {"*.up": (*split, S(0)), "*.down": (*split, S(0))})
+    nd = nd or (*(B,) * (len(place.names) - 1), S(0))
+    gz.to_global(graph_model, place, {"*.up": nd, "*.down": nd})
     graph = TrainGraph(graph_model, loss_of, torch.optim.AdamW(graph_model.parameters(), lr=0.01), placement=place,
                        **settings)  # fmt: skip
     optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
@@ -102,6 +102,31 @@ def test_data_axes_beside_experts_with_zero(stage: int) -> None:
     train(model_of(), virtual(dp=2, ep=2), stage=stage)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_experts_that_zero_splits_over_a_data_axis_are_used_where_they_are(dtype: torch.dtype | None) -> None:
+    """Tokens travel instead of weights: gathered for the products, and reduced and scattered behind them."""
+    model = model_of()
+    if dtype is None:
+        graph = train(model, virtual(dp=2), B, stage=3)
+    else:
+        optimizer = torch.optim.AdamW(model.float().parameters())
+        graph = TrainGraph(model, loss_of, optimizer, placement=virtual(dp=2), stage=3, dtype=dtype)
+        graph.compile(batch(0).float())
+    gathers = [c for c in graph.plan.collectives if c.kind == "all_gather" and c.what_for == "parameters"]
+    assert gathers and not any(name.endswith((".up", ".down")) for c in gathers for name in c.names)
+    products = lines(graph.program, "= grouped_mm(")
+    assert len(products) == 12 and not any("64[4," in line or "16[4," in line for line in products)
+
+
+def test_bytes_of_experts_on_a_data_axis() -> None:
+    graph = train(model_of(shared=False), virtual(dp=4), S(0))
+    tokens = TOKENS * WIDTH * 8 * 3 / 4  # float64; of one gather or reduce_scatter over 4 ranks
+    assert [c.kind for c in graph.plan.collectives if c.bytes == tokens] == [
+        *("all_gather", "reduce_scatter") * 2,  # x and y of each layer
+        *("all_gather", "reduce_scatter") * 2,  # their gradients
+    ]
+
+
 def test_experts_that_ranks_do_not_divide_are_gathered_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="4 experts are split over 3 ranks of ep, which does not divide them"):
         graph = train(model_of(), virtual(ep=3))
@@ -113,13 +138,13 @@ def test_experts_that_ranks_do_not_divide_are_gathered_with_a_warning() -> None:
 
 def test_a_wrong_map_of_owners_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first row of a rank one too late: its product is lost to all ranks."""
-    right = split_experts._ExpertRegion._first_row
+    right = expert_region.ExpertRegion._first_row
 
     def late(self: Any, node: Any) -> Any:
-        w = split_experts.DefinitionWriter(self.graph, node)
+        w = expert_region.DefinitionWriter(self.graph, node)
         return w(torch.ops.aten.add.Tensor, right(self, node), 1)
 
-    monkeypatch.setattr(split_experts._ExpertRegion, "_first_row", late)
+    monkeypatch.setattr(expert_region.ExpertRegion, "_first_row", late)
     with pytest.raises(AssertionError):
         train(model_of(), virtual(ep=2))
 
