@@ -109,6 +109,51 @@ def test_a_cpu_with_a_unit_for_16_bit_products_keeps_torchs_backward(monkeypatch
     assert chosen(True) == chosen(False, torch.float32) == chosen(False, backward=False) == "flash_cpu"
 
 
+# ---- pieces of queries
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("keys", [5, 8, 11])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 4e-2)])
+def test_causal_attention_of_pieces_of_queries_is_that_of_the_whole(dtype, most, keys, dropped):
+    (q, k, v, _), draws = sample(None, dtype, queries=8, keys=keys), rows_of(2, 3, 8)
+    grad = torch.randn_like(q)
+
+    def both(rows, **place):
+        more = (draws[:, :, rows], 0.3) if dropped else ()
+        operands = q[:, :, rows], k, v
+        out, sums = ATTENTION(*operands, None, True, 0.5, *more, **place)
+        return out, sums, *ATTENTION_BACKWARD(
+            grad[:, :, rows], *operands, out, sums, None, True, 0.5, *more, **place
+        )  # fmt: skip
+
+    pieces = [both(slice(start, start + 3), start=start, total=8) for start in (0, 3, 6)]
+    whole = both(slice(None))
+    for i, expected in enumerate(whole):
+        found = [piece[i].double() for piece in pieces]
+        joined = torch.cat(found, 2) if i < 3 else torch.stack(found).sum(0)
+        torch.testing.assert_close(joined, expected.double(), rtol=most, atol=most)
+        assert all(torch.empty_like(piece[i]).stride() == piece[i].stride() for piece in pieces)
+    assert {x.transpose(1, 2).is_contiguous() for piece in pieces for x in (piece[0], *piece[2:])} == {True}
+
+
+def test_a_row_that_a_mask_blinds_in_one_block_of_keys_reads_the_other():
+    q, k, v, _ = sample(None, queries=4, keys=8)
+    mask = torch.zeros(1, 1, 4, 8, dtype=torch.float64)
+    mask[..., 1, :4] = mask[..., 2, 4:] = mask[..., 3, :] = float("-inf")
+    out, sums = ATTENTION(q, k, v, mask, True, 0.3, start=4, total=8)
+    hidden = torch.ones(4, 8, dtype=torch.bool).triu(5)
+    expected, expected_sums = by_definition(q, k, v, mask.masked_fill(hidden, float("-inf")), False, 0.3)
+    torch.testing.assert_close(out[:, :, :3], expected[:, :, :3])
+    torch.testing.assert_close(sums[:, :, :3], expected_sums[:, :, :3])
+    assert not out.isnan().any()
+
+
+def test_results_are_laid_out_alike_however_queries_are():
+    for q in (torch.randn(2, 3, 5, 4), torch.randn(2, 5, 3, 4).transpose(1, 2), torch.randn(2, 3, 9, 4)[:, :, 2:7]):
+        assert ATTENTION(q, q, q, None, True, 0.3)[0].transpose(1, 2).is_contiguous()
+
+
 # ---- dropout
 
 

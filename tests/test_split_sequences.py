@@ -19,6 +19,8 @@ B, S = gz.sbp.B, gz.sbp.S
 VOCABULARY, WIDTH, DIM, LENGTH, ROWS = 24, 16, 2, 16, 4
 IGNORED = -100
 
+pytestmark = pytest.mark.filterwarnings("ignore:no axis of placement")  # of one without a data axis
+
 
 class Block(nn.Module):
     """Attention and a network behind it.  heads: of queries, and of keys and values."""
@@ -113,23 +115,39 @@ def transfers(graph: TrainGraph) -> dict[str, float]:
     return dict(sent)
 
 
-LAYOUTS = [
-    ({"cp": 2}, {}),
-    ({"cp": 4}, {"stage": 3, "axis": "cp"}),
-    ({"cp": 8}, {}),
-    ({"dp": 2, "cp": 2}, {"stage": 2}),
-    ({"dp": 2, "cp": 2}, {"stage": 3, "axis": ("dp", "cp")}),
-    ({"dp": 2, "cp": 2}, {"stage": 1, "micro_batches": 2}),
-    ({"cp": 2, "dp": 2}, {"stage": 3}),
-    ({"cpa": 2, "cpb": 2}, {}),
+FAST = [
+    ({"cp": 4}, {"stage": 3, "axis": "cp"}, False),
+    ({"dp": 2, "cp": 2}, {"stage": 1, "micro_batches": 2}, True),
+    ({"cpa": 2, "cpb": 2}, {}, True),
 ]
+SLOW = [
+    ({"cp": 2}, {}, True),
+    ({"cp": 8}, {}, False),
+    ({"dp": 2, "cp": 2}, {"stage": 2}, False),
+    ({"dp": 2, "cp": 2}, {"stage": 3, "axis": ("dp", "cp")}, True),
+    ({"cp": 2, "dp": 2}, {"stage": 3}, False),
+]
+LAYOUTS = [*FAST, *(pytest.param(*layout, marks=pytest.mark.slow) for layout in SLOW)]
 
 
-@pytest.mark.parametrize(("sizes", "options"), LAYOUTS)
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("sizes", "options", "padded"), LAYOUTS)
 def test_a_step_on_a_split_sequence_is_that_of_plain_pytorch(sizes, options, padded) -> None:
     graph = graph_of(Gpt().double(), placed(**sizes), **options)
+    graph.config.set_split_attention("exchange")
     assert_parity(graph, padded=padded)
-    for node in graph.program.nodes:
-        if node.target is ATTENTION:
-            assert str(gz.sbp.of(node)[0]).count("S(1)") == sum(name[0] == "c" for name in sizes)
+    assert splits_of_attention(graph) == {"S(1)"}
+
+
+@pytest.mark.parametrize(("sizes", "options", "padded"), LAYOUTS)
+def test_a_step_that_gathers_keys_is_that_of_plain_pytorch(sizes, options, padded) -> None:
+    graph = graph_of(Gpt((4, 2)).double(), placed(**sizes), **options)
+    graph.config.set_split_attention("gather")
+    assert_parity(graph, padded=padded)
+    assert splits_of_attention(graph) == {"S(2)"}
+
+
+def splits_of_attention(graph: TrainGraph) -> set[str]:
+    """How attention is split on axes other than data axes."""
+    names = graph.placement.names
+    nds = [gz.sbp.of(node)[0] for node in graph.program.nodes if node.target is ATTENTION]
+    return {str(sbp) for nd in nds for name, sbp in zip(names, nd, strict=True) if name[0] == "c"}

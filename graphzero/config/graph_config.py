@@ -102,6 +102,20 @@ class GraphConfig(metaclass=PluginMembers):
         """
         self._set(row_tiles=count)
 
+    def set_split_attention(self, way: str) -> None:
+        """Say how attention over a split sequence gives each query all keys; "auto", the default, or one of these.
+
+        ========== =====================================================================================================
+        "exchange" ranks exchange pieces of the sequence for heads, and back behind attention (DeepSpeed Ulysses)
+        "gather"   queries stay split, and each rank gathers keys and values
+        "auto"     exchange under a causal mask, where pieces of queries have unequal work; else what sends fewer bytes
+        ========== =====================================================================================================
+
+        An exchange needs as many heads as there are ranks; where there are fewer, keys are gathered whatever it says.
+        The step is the same either way, but for rounding.  ``gz.explain`` of an attention shows the bytes of both.
+        """
+        self._set(split_attention=way)
+
     def set_optimizer_in_backward(self, mode: bool = True) -> None:
         """Step each parameter while backward runs, as soon as its gradient is complete and its old value read.
 

@@ -21,6 +21,8 @@ from graphzero.config.setting import (
 )
 from graphzero.config.stages import AutoStages, StageMark
 from graphzero.config.zero import ZeroSettings
+from graphzero.passes.place.attention_ways import WAYS
+from graphzero.passes.place.split_attention import AUTO_WAY
 from graphzero.sbp.link_costs import Link, Links
 from graphzero.schedules import GENERATORS, PipelineSchedule
 
@@ -75,6 +77,7 @@ class Settings(Checked):
         whole_number(1, "give the number of tiles, 1 or more; 1 for none"),
         "set_row_tiles({})",
     )
+    split_attention: str = setting(AUTO_WAY, one_of(AUTO_WAY, *WAYS), "set_split_attention({})")
     optimizer_in_backward: bool = setting(False, YES_OR_NO, "set_optimizer_in_backward({})")
     arena: bool = setting(True, YES_OR_NO, "set_arena({})")
     stages: tuple[StageMark, ...] = setting(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphzero import _compat
 from graphzero.ops import attention_cuda
-from graphzero.ops.attention_contract import HALF, AttentionCase, AttentionKernel
+from graphzero.ops.attention_contract import HALF, AttentionCase, AttentionKernel, laid_out, wide
 from graphzero.ops.attention_definition import DEFINITION
 
 aten = torch.ops.aten
@@ -46,23 +46,86 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, draws: Tensor | None = None,
-    dropout: float = 0.0,
+    dropout: float = 0.0, start: int = 0, total: int = -1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Result and logsumexp, by the kernel that fits; by definition with dropout."""
-    if draws is not None:
-        return DEFINITION.forward(q, k, v, bias, causal, scale, draws, dropout)
+    if draws is not None or _has_two_masks(bias, causal, start):
+        return DEFINITION.forward(q, k, v, bias, causal, scale, draws, dropout, start)
+    if causal and start:
+        return _forward_of_rows(q, k, v, scale, start)
+    return _forward(q, k, v, bias, causal, scale)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     return choose(case_of(q, k, bias, causal)).forward(q, k, v, bias, causal, scale)
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
-    scale: float, draws: Tensor | None = None, dropout: float = 0.0,
+    scale: float, draws: Tensor | None = None, dropout: float = 0.0, start: int = 0, total: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, by the kernel that fits; by definition with dropout."""
-    operands = (grad, q, k, v, out, logsumexp, bias, causal, scale)
-    if draws is not None:
-        return DEFINITION.backward(*operands, draws, dropout)
-    return choose(case_of(q, k, bias, causal, backward=True)).backward(*operands)
+    operands = (grad, q, k, v, out, logsumexp, bias)
+    if draws is not None or _has_two_masks(bias, causal, start):
+        return DEFINITION.backward(*operands, causal, scale, draws, dropout, start)
+    if causal and start:
+        return _backward_of_rows(grad, q, k, v, out, logsumexp, scale, start)
+    return _backward(*operands, causal, scale)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    kernel = choose(case_of(q, k, bias, causal, backward=True))
+    return kernel.backward(grad, q, k, v, out, logsumexp, bias, causal, scale)
+
+
+def _has_two_masks(bias: Tensor | None, causal: bool, start: int) -> bool:
+    """Return whether a block of keys may hide all from a row: kernels do not agree on the logsumexp of such a row."""
+    return bias is not None and causal and start > 0
+
+
+# ---- causal attention of a piece of the queries, which begins at a row of the whole
+#
+# All its queries see the keys in front of that row, and each sees those behind it as far as its own place: attention
+# without a mask, and causal attention.  Their results are joined by their logsumexps (Dao et al., "FlashAttention",
+# arXiv 2205.14135, section 3.1), and backward of a block reads those of all keys.  No mask is made.
+
+
+def _blocks(q: Tensor, k: Tensor, start: int) -> list[tuple[slice, bool]]:
+    """Keys that the queries see, and whether a causal mask hides some of them; never none."""
+    rows, keys = q.shape[2], k.shape[2]
+    blocks = [(slice(0, min(start, keys)), False), (slice(start, min(start + rows, keys)), True)]
+    return [block for block in blocks if block[0].stop > block[0].start] or blocks[1:]
+
+
+def _forward_of_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, start: int) -> tuple[Tensor, Tensor]:
+    """Result and logsumexp.  start: the row of the first query."""
+    results = [_forward(q, k[:, :, keys], v[:, :, keys], None, causal, scale) for keys, causal in _blocks(q, k, start)]
+    if len(results) == 1:
+        return results[0]
+    logsumexp = torch.logaddexp(*(sums for _, sums in results))
+    out = torch.zeros((), dtype=wide(q.dtype), device=q.device)
+    for part, sums in results:
+        out = out + part * (sums - logsumexp).exp_().unsqueeze(-1)
+    return laid_out(out.to(q.dtype), v.shape[-1]), logsumexp
+
+
+def _backward_of_rows(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, scale: float,
+    start: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of this piece's queries, and what these add to those of all keys and values."""
+    dq = torch.zeros((), dtype=wide(q.dtype), device=q.device)
+    dk, dv = (
+        torch.zeros_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for x in (k, v)
+    )
+    for keys, causal in _blocks(q, k, start):
+        operands = grad, q, k[:, :, keys], v[:, :, keys], out, logsumexp
+        more, dk[:, :, keys], dv[:, :, keys] = _backward(*operands, None, causal, scale)
+        dq = dq + more
+    return laid_out(dq.to(q.dtype), q.shape[-1]), dk, dv
 
 
 # ---- the kernel of the CPU, which takes every row to be dense
@@ -75,7 +138,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     flash = aten._scaled_dot_product_flash_attention_for_cpu
     out, logsumexp = flash(*map(_dense_rows, (q, k, v)), 0.0, causal, attn_mask=bias, scale=scale)
-    return out, logsumexp.contiguous()
+    return laid_out(out, v.shape[-1]), logsumexp.contiguous()  # the kernel lays its result out as the queries are
 
 
 def _cpu_backward(

@@ -34,7 +34,7 @@ from graphzero.passes.place.cast_before_gather import CastBeforeGather
 from graphzero.passes.place.expand import Expand
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
-from graphzero.passes.place.split_attention import SplitAttention
+from graphzero.passes.place.split_attention import AUTO_WAY, SplitAttention
 from graphzero.passes.place.split_experts import SplitExperts
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
@@ -64,6 +64,7 @@ class Options:
     keep_gathered: where forward gathers parameters, names and patterns of those that stay gathered until backward has
         read them; None leaves the pass out.
     delay_gradients: whether what backward makes may wait, to lower the most bytes held at a time.
+    split_attention: the way of attention over a split sequence; see ``SplitAttention``.
     pipeline_stages: marks of modules, "model.layers.0@1"; see ``AssignStages``.
     micro_batches: in which a step computes the batch; the placement has an axis ``mb`` of that size.
     whole_accumulators, whole_on: see ``MicroBatches``.
@@ -83,6 +84,7 @@ class Options:
     recompute: tuple[str, ...] = ()
     keep_gathered: tuple[str, ...] | None = None
     delay_gradients: bool = False
+    split_attention: str = AUTO_WAY
     pipeline_stages: tuple[str, ...] = ()
     micro_batches: int = 1
     whole_accumulators: bool = False

@@ -96,9 +96,10 @@ def work_of(at: Liveness, node: fx.Node) -> OpWork | None:
         read[0] = min(read[0], written)
     name, dtype, score_bytes = op_name(target), _dtype(node), 0.0
     if target in DROPPING and len(node.args) > DROPPING[target].draws:  # by definition, out of products and passes
-        (draws, keys, passes), is_causal = DROPPING[target], node.args[DROPPING[target].draws - 2]
-        scores = prod(_size(graph, node.args[draws])) * _size(graph, node.args[keys])[2]
-        name, dtype, score_bytes = "mm", "f32", 4.0 * passes * scores / (2.0 if is_causal else 1.0)
+        draws, keys, passes = DROPPING[target]
+        rows, places = _size(graph, node.args[draws]), _size(graph, node.args[keys])[2]
+        share = _share_seen(node, node.args[draws - 2], rows[2], places)
+        name, dtype, score_bytes = "mm", "f32", 4.0 * passes * prod(rows) * places * share
     return OpWork(name, dtype, _flops(graph, node), sum(read) + written + score_bytes)
 
 
@@ -182,10 +183,10 @@ def flops_of(node: fx.Node, size: Callable[[Any], Any]) -> float:
     target: Any = node.target
     if target is ATTENTION:
         q, k, v = map(size, node.args[:3])
-        return float(_SDPA(q, _heads(k, q), _heads(v, q))) / (2.0 if node.args[4] else 1.0)
+        return _SDPA(q, _heads(k, q), _heads(v, q)) * _share_seen(node, node.args[4], q[2], k[2])
     if target is ATTENTION_BACKWARD:
         grad, q, k, v = map(size, node.args[:4])
-        return _SDPA_BACKWARD(grad, q, _heads(k, q), _heads(v, q)) / (2.0 if node.args[7] else 1.0)
+        return _SDPA_BACKWARD(grad, q, _heads(k, q), _heads(v, q)) * _share_seen(node, node.args[7], q[2], k[2])
     if target is GROUPED_MM:
         a, b = (size(x) for x in node.all_input_nodes[:2])
         return float(2 * prod(a) * b[-1])
@@ -196,6 +197,14 @@ def flops_of(node: fx.Node, size: Callable[[Any], Any]) -> float:
     if target is aten.convolution_backward.default:
         return _convolution_backward(formula, args, size(node))
     return float(formula(*args, out_val=size(node), **kwargs))
+
+
+def _share_seen(node: fx.Node, causal: Any, queries: int, keys: int) -> float:
+    """The share of its scores that attention computes: a half under a causal mask, on the rank with the last piece of
+    split queries all but its own upper half."""
+    if not causal:
+        return 1.0
+    return 1.0 - queries / (2.0 * keys) if "start" in node.kwargs and keys else 0.5
 
 
 def _convolution_backward(formula: Any, args: tuple[Any, ...], out: Any) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from graphzero.sbp.op_call import Op, argument_names
-from graphzero.sbp.registry import Shape, base_of, entry_of
+from graphzero.sbp.registry import Shape, base_of, entry_of, is_offset_form
 from graphzero.sbp.shards import LocalSize, LocalStart
 from graphzero.sbp.types import Nd
 
@@ -68,7 +68,7 @@ def offset_form(
     entry = entry_of(op)
     offset = entry.offset if entry is not None else None
     shape, nd = (*inputs, *outputs)[offset.tensor] if offset is not None else ((), ())
-    if offset is not None and shape:
+    if offset is not None and shape and offset.is_needed(op, args, kwargs):
         dim = offset.dim_in(op, args, kwargs, len(shape))
         start = starts(shape, nd)[dim]
         if start is not None:
@@ -78,8 +78,8 @@ def offset_form(
 
 def of_whole(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, tuple[Any, ...], dict[str, Any]]:
     """The call on whole tensors of which this is what one rank makes: the way back from the two above."""
-    base = base_of(op)
-    named = {name: arg for name, arg in kwargs.items() if base is op or name not in ("start", "total")}
+    base, said = base_of(op), ("start", "total") if is_offset_form(op) else ()
+    named = {name: arg for name, arg in kwargs.items() if name not in said}
     return base, tuple(map(_global, args)), {name: _global(arg) for name, arg in named.items()}
 
 

@@ -49,21 +49,27 @@ class Offset:
     """The form of an op that runs where the dim to which an index points is split: a rank knows where its piece begins.
 
     op: takes the arguments of the op it stands for, and by keyword ``start`` and ``total``: where this rank's piece
-    begins, and how long the whole dim is.  rule: what it may do, beside what the op itself may.  tensor, dim: the dim
-    in question; the number of an operand, or -1 for the one result, and a number or the argument that holds it.
+    begins, and how long the whole dim is; that op itself, if it can do without.  rule: what it may do, beside what the
+    op itself may.  tensor, dim: the dim in question; the number of an operand, or -1 for the one result, and a number
+    or the argument that holds it.
+    only: the argument that says whether the op depends on places at all, as ``causal`` of attention; "" if it does.
     """
 
     op: Op
     rule: Rule
     tensor: int
     dim: int | str
+    only: str = ""
+
+    def is_needed(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether the op with these arguments depends on the places of the dim."""
+        return not self.only or bool(_argument(op, args, kwargs, self.only))
 
     def dim_in(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], ndim: int) -> int:
         """The number of the dim; a tensor of too few dims has it last, as scores of a single sample have classes."""
         if isinstance(self.dim, int):
             return min(self.dim, ndim - 1)
-        at = argument_names(op).index(self.dim)
-        return int(kwargs[self.dim] if self.dim in kwargs else args[at]) % max(ndim, 1)
+        return int(_argument(op, args, kwargs, self.dim)) % max(ndim, 1)
 
     def splits(self, call: Call, signature: Signature) -> bool:
         """Return whether a signature splits the dim, in one section: a rank's piece has one beginning."""
@@ -71,6 +77,10 @@ class Offset:
         sbp = (*signature.inputs, *signature.outputs)[self.tensor]
         ndim = len(metas[self.tensor].shape)
         return ndim > 0 and sbp is S(self.dim_in(call.op, call.args, call.kwargs, ndim))
+
+
+def _argument(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    return kwargs[name] if name in kwargs else args[argument_names(op).index(name)]
 
 
 @dataclass(frozen=True)
@@ -265,6 +275,11 @@ def entry_of(op: Op) -> RuleEntry | None:
 def base_of(op: Op) -> Op:
     """The op whose offset form this is; any other one itself."""
     return _bases().get(op, op)
+
+
+def is_offset_form(op: Op) -> bool:
+    """Return whether an op is the offset form of another one, or of itself."""
+    return op in _bases()
 
 
 @lru_cache(maxsize=1)

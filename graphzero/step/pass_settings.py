@@ -163,6 +163,7 @@ def options_of(settings: Settings, placed: Mapping[Role, Nd], pipeline_stages: t
         axis=zero.axes,
         masters=settings.amp.dtype is not None,
         optimizer_in_backward=settings.optimizer_in_backward,
+        split_attention=settings.split_attention,
         pipeline_stages=pipeline_stages,
         micro_batches=settings.gradient_accumulation_steps,
         tiles=settings.row_tiles,

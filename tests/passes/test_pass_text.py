@@ -35,6 +35,7 @@ SAMPLES: dict[str, list[Any]] = {
     "whole_on": [(), (0, 3)],
     "tiles": [2, 16],
     "recompute": [(), ("gelu*", "h")],
+    "split_attention": ["exchange", "gather"],
     "pipeline_stages": [(), ("model.a@0", "model.layers.*@1", "it's")],
     "keep_gathered": [(), ("model.head.*", "w", "none", "a,b", "(", "it's")],
     "delay_gradients": [True],

@@ -78,8 +78,10 @@ class MicroBatchTypes:
         ins, outs: shape, and SBP on ``mb`` alone, of each operand and result.
         """
         target: Any = node.target
-        form, _ = rank_call.offset_form(target, node.args, node.kwargs, ins, outs, _starts)
-        return rank_call.local_args(target, args, kwargs, ins, outs, self.micro_batch_shape) if form is target else None
+        form = rank_call.offset_form(target, node.args, node.kwargs, ins, outs, _starts)
+        if form != (target, dict(node.kwargs)):
+            return None
+        return rank_call.local_args(target, args, kwargs, ins, outs, self.micro_batch_shape)
 
     def meta(self, node: fx.Node, part: str = "") -> dict[str, Any]:
         """The metadata of a value without ``mb``; in a micro-batch with its sizes."""

@@ -1,16 +1,16 @@
 """Scaled dot product attention, graphzero's own op and ATen's CPU kernel.
 
-Queries may be split where no causal mask counts their places.  Keys stay whole: a softmax over pieces needs
-more than a sum to be joined.
+Queries may be split: where a causal mask counts their places, graphzero's op is told where a piece begins, and ATen's
+cannot be.  Keys stay whole: a softmax over pieces needs more than a sum to be joined.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-import graphzero.ops  # noqa: F401
+from graphzero.ops import ATTENTION, ATTENTION_BACKWARD
 from graphzero.sbp.op_call import Call
-from graphzero.sbp.registry import rule
+from graphzero.sbp.registry import Offset, rule
 from graphzero.sbp.rules._factor_lines import broadcast, overloads
 from graphzero.sbp.signature import TensorMeta
 
@@ -19,33 +19,34 @@ def _mask(mask: TensorMeta | None, queries: str) -> str:
     return "" if mask is None else ",~" + broadcast(["b", "h", queries, "_"], mask.shape)
 
 
-def forward(causal: bool, mask: TensorMeta | None, draws: bool = False) -> str:
-    q = "Q" if causal else "q"
+def forward(q: str, mask: TensorMeta | None, draws: bool = False) -> str:
     more = f",~bh{q}" if draws else ""
     return f"~bh{q}D,~bhKD,~bhKE{_mask(mask, q)}{more}->bh{q}E,bh{q}"
 
 
-def backward(causal: bool, mask: TensorMeta | None, draws: bool = False) -> str:
-    q = "Q" if causal else "q"
+def backward(q: str, mask: TensorMeta | None, draws: bool = False) -> str:
     more = f",~bh{q}" if draws else ""
     return f"bh{q}E,~bh{q}D,~bhKD,~bhKE,~bh{q}E,~bh{q}{_mask(mask, q)}{more}->bh{q}D,bhKD,bhKE"
 
 
-@rule(torch.ops.graphzero.attention.default, nonempty=True)
-def attention(call: Call) -> str:
-    return forward(call["causal"], call["bias"], call["draws"] is not None)
+def _whole(causal: bool) -> str:
+    """The dim of queries where no piece is told its place: upper case, which is not split, under a causal mask."""
+    return "Q" if causal else "q"
 
 
-@rule(torch.ops.graphzero.attention_backward.default, nonempty=True)
-def attention_backward(call: Call) -> str:
-    return backward(call["causal"], call["bias"], call["draws"] is not None)
+def _own(line: Callable[..., str], queries: Callable[[bool], str] = lambda causal: "q") -> Callable[[Call], str]:
+    return lambda call: line(queries(call["causal"]), call["bias"], call["draws"] is not None)
+
+
+for _op, _line, _queries in ((ATTENTION, forward, 0), (ATTENTION_BACKWARD, backward, 1)):
+    rule(_op, _own(_line, _whole), nonempty=True, offset=Offset(_op, _own(_line), _queries, 2, only="causal"))
 
 
 @rule(overloads("_scaled_dot_product_flash_attention_for_cpu"), nonempty=True)
 def flash_attention(call: Call) -> str:
-    return forward(call["is_causal"], call["attn_mask"])
+    return forward(_whole(call["is_causal"]), call["attn_mask"])
 
 
 @rule(overloads("_scaled_dot_product_flash_attention_for_cpu_backward"), nonempty=True)
 def flash_attention_backward(call: Call) -> str:
-    return backward(call["is_causal"], call["attn_mask"])
+    return backward(_whole(call["is_causal"]), call["attn_mask"])

@@ -16,28 +16,30 @@ def pinned(sbps: str) -> str:
     return f"{words[0]}!" if len(words) == 1 else f"({', '.join(f'{word}!' for word in words)})"
 
 
-def attention(axes: str = "cp=2", q: str = "S(2)", k: str = "S(2)", heads: int = 4, causal: bool = True) -> str:
-    x, rows = f"f64[1, {heads}, 6, 3]", f"f64[1, {heads}, 6]"
+def attention(
+    axes: str = "cp=2", q: str = "S(2)", k: str = "S(2)", heads: int = 4, causal: bool = True, keys: int = 6
+) -> str:
+    x, kv, rows = f"f64[1, {heads}, 6, 3]", f"f64[1, {heads}, {keys}, 3]", f"f64[1, {heads}, 6]"
     return f"""graph layer({axes}) captured
   q = batch() : {x}  {pinned(q)}
-  k = batch() : {x}  {pinned(k)}
-  v = batch() : {x}  {pinned(k)}
+  k = batch() : {kv}  {pinned(k)}
+  v = batch() : {kv}  {pinned(k)}
   g = batch() : {x}  {pinned(q)}
 forward:
   pair = attention(q, k, v, None, {causal}, 0.5) : ({x}, {rows})
   y = pair[0] : {x}
   sums = pair[1] : {rows}
 backward:
-  grads = attention_backward(g, q, k, v, y, sums, None, {causal}, 0.5) : ({x}, {x}, {x})
+  grads = attention_backward(g, q, k, v, y, sums, None, {causal}, 0.5) : ({x}, {kv}, {kv})
   dq = grads[0] : {x}
-  dk = grads[1] : {x}
-  dv = grads[2] : {x}
+  dk = grads[1] : {kv}
+  dv = grads[2] : {kv}
   return y, dq, dk, dv
 """
 
 
-def split(text: str) -> gz.StepGraph:
-    return Pipeline([SplitAttention(), Propagate()])(gz.parse(text))
+def split(text: str, way: str = "auto") -> gz.StepGraph:
+    return Pipeline([SplitAttention(way), Propagate()])(gz.parse(text))
 
 
 def is_left(text: str) -> bool:
@@ -76,27 +78,50 @@ def test_backward_reads_the_heads_that_forward_has_made_and_gives_pieces_of_the_
     )
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        attention(),
-        attention(heads=7, axes="cp=4"),
-        attention(causal=False),
-        attention(q="B"),
-        attention(axes="dp=2, cp=2", q="S(0) S(2)", k="S(0) S(2)"),
-        attention(axes="cp=2, tp=2", q="S(2) S(1)", k="S(2) S(1)"),
-        attention(axes="tp=2, cp=2", q="S(1) S(2)", k="S(1) S(2)"),
-        attention(axes="cp=2, cq=2", q="S(2) S(2)", k="S(2) S(2)"),
-        attention(q="S(2,3)", k="S(2,3)"),
-    ],
-)
-def test_the_step_stays_the_same(text: str) -> None:
-    graph = gz.parse(text)
-    assert_same_step(graph, split(text))
-
-
 def sbps(graph: gz.StepGraph, name: str) -> str:
     return str(value.sbp_of(graph.node(name)))
+
+
+LAYOUTS = [
+    attention(),
+    attention(heads=7, axes="cp=4"),
+    attention(heads=2, axes="cp=3"),
+    attention(causal=False),
+    attention(q="B"),
+    attention(axes="dp=2, cp=2", q="S(0) S(2)", k="S(0) S(2)"),
+    attention(axes="cp=2, tp=2", q="S(2) S(1)", k="S(2) S(1)"),
+    attention(axes="tp=2, cp=2", q="S(1) S(2)", k="S(1) S(2)"),
+    attention(axes="cp=2, cq=2", q="S(2) S(2)", k="S(2) S(2)"),
+    attention(axes="cp=3, cq=2", q="S(2) S(2)", k="S(2) S(2)"),
+    attention(q="S(2,3)", k="S(2,3)"),
+    attention(axes="cp=3", keys=3),
+    attention(axes="cp=3", keys=10),
+]
+
+
+@pytest.mark.parametrize("way", ["exchange", "gather"])
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_the_step_stays_the_same(text: str, way: str) -> None:
+    assert_same_step(gz.parse(text), split(text, way))
+
+
+@pytest.mark.parametrize("text", [attention(), attention(heads=2, axes="cp=3")])
+def test_a_gather_leaves_queries_split(text: str) -> None:
+    graph = split(text, "gather")
+    assert [sbps(graph, name) for name in ("y", "dq", "dk_pin", "dv_pin")] == ["(S(2),)"] * 4
+    assert [sbps(graph, name) for name in ("k_pin", "dk")] == ["(B,)", "(P,)"]
+
+
+@pytest.mark.parametrize(("ranks", "keys", "way"), [(2, 6, "S(1)"), (2, 4, "S(2)"), (3, 4, "S(1)"), (3, 1, "S(2)")])
+def test_the_way_of_fewest_bytes_is_taken_where_work_is_equal(ranks: int, keys: int, way: str) -> None:
+    """An exchange sends 4 / n of queries and keys where a gather sends 4 of keys; of equal bytes it is the exchange."""
+    graph = split(attention(f"cp={ranks}", causal=False, heads=6, keys=keys))
+    assert sbps(graph, "y") == f"({way},)"
+
+
+def test_a_way_that_there_is_not_is_refused() -> None:
+    with pytest.raises(gz.ConfigError, match="SplitAttention\\(split_attention='ring'\\): the ways are auto, exchange"):
+        SplitAttention("ring")
 
 
 def test_heads_that_an_inner_axis_has_split_are_cut_within_its_pieces() -> None:
@@ -113,7 +138,7 @@ def test_heads_that_an_inner_axis_has_split_are_cut_within_its_pieces() -> None:
         attention(q="S(1)", k="S(1)"),
         attention(q="S(0)", k="S(0)"),
         attention(q="S(2)", k="B"),  # each rank has all that its queries read
-        attention(axes="cp=4", heads=3),  # a rank would have none
+        attention(axes="cp=4", heads=3),  # a rank would have no head, and no query
     ],
 )
 def test_attention_that_has_whole_keys_or_too_few_heads_is_left(text: str) -> None:

@@ -1,0 +1,243 @@
+"""The ways of attention over a split sequence, as pins.
+
+``exchange``: no head reads another, so ranks exchange pieces of the sequence for heads in front of attention, and back
+behind it (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509).  ``gather``: queries stay split, and each rank gathers
+keys and values; what its queries add to their gradients is reduced to the pieces.
+
+Where heads are repeated for groups of queries, keys and values travel before that, and their gradients behind the sum
+over each group, so that each head travels once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from graphzero.ir import calls, ops, value
+from graphzero.ir.aliases import is_copy, is_plain_view
+from graphzero.ops import ATTENTION_BACKWARD
+from graphzero.passes.place.forward_sweep import AxisPropagation
+from graphzero.sbp.op_call import argument_names
+from graphzero.sbp.shards import nests
+from graphzero.sbp.signature import Signature
+from graphzero.sbp.types import B, P, S, Sbp
+
+SUM = torch.ops.aten.sum.dim_IntList
+HEADS, SEQUENCE = 1, 2  # dims of queries, keys and values
+WAYS = ("exchange", "gather")
+
+
+class Box(NamedTuple):
+    """A change of the SBP that a value has on an axis."""
+
+    node: fx.Node
+    have: Sbp
+    want: Sbp
+
+    def price(self, axis: AxisPropagation) -> float:
+        """Bytes that a rank sends, seconds with links; what is a split already is not sent."""
+        if self.have is self.want:
+            return 0.0
+        return axis.costs.box(self.have, self.want, axis.nbytes(self.node), axis.axis)
+
+
+@dataclass(frozen=True)
+class PlannedPin:
+    """A pin of a value for some of its readers.
+
+    box: the value, the SBP that it has and that of the pin.  like: the op whose phase and source the pin has.
+    """
+
+    box: Box
+    readers: tuple[fx.Node, ...]
+    like: fx.Node = field(compare=False)
+
+
+def split_sequence(axis: AxisPropagation, node: fx.Node) -> SplitSequence | None:
+    """What an attention does on an axis where it reads pieces of a sequence; None where it reads none of keys."""
+    sbps = [axis.sbp(operand) for operand in value.tensor_operands(node)[:3]]
+    is_split = [sbp.is_split and sbp.dim == SEQUENCE for sbp in sbps]
+    if not any(is_split[1:]) or not all(split or sbp is B for split, sbp in zip(is_split, sbps, strict=True)):
+        return None
+    return SplitSequence(axis, node)
+
+
+@dataclass(frozen=True)
+class SplitSequence:
+    """One attention and its backward, which read pieces of a sequence on an axis."""
+
+    axis: AxisPropagation
+    node: fx.Node
+
+    @cached_property
+    def ways(self) -> dict[str, list[PlannedPin]]:
+        """The pins of each way that is possible."""
+        ways: dict[str, Callable[[], Iterator[PlannedPin]]] = {"exchange": self._exchange, "gather": self._gather}
+        splits = {"exchange": self._heads, "gather": self._sbps[0]}
+        possible = {name: pins() for name, pins in ways.items() if self._can_split(splits[name])}
+        return {name: [pin for pin in pins if pin.box.have is not pin.box.want] for name, pins in possible.items()}
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it has a causal mask of its own."""
+        return bool(_argument(self.node, "causal"))
+
+    def price(self, pins: Sequence[PlannedPin]) -> float:
+        """The price of a way: bytes that a rank sends, seconds with links."""
+        return sum(box.price(self.axis) for box in dict.fromkeys(pin.box for pin in pins))
+
+    # ---- the two ways
+
+    def _exchange(self) -> Iterator[PlannedPin]:
+        heads, (query, *keys_and_values) = self._heads, self._operands
+        yield self._pin(Box(query, self.axis.sbp(query), heads), self.node)
+        for operand in keys_and_values:
+            yield self._pin(_before_repeat(self.axis, operand, heads), self.node)
+        yield from self._mask_pins(heads)
+        for result in _results(self.node, 0):
+            yield self._pin(Box(result, heads, self._sbps[0]), result, past=self._backward)
+        for op in self._backward:
+            gradient = value.operand(op)
+            yield self._pin(Box(gradient, self.axis.sbp(gradient), heads), op)
+            yield from self._gradient_pins(op, (heads, heads, heads))
+
+    def _gather(self) -> Iterator[PlannedPin]:
+        for operand in self._operands[1:]:
+            yield self._pin(_before_repeat(self.axis, operand, B), self.node)
+        yield from self._mask_pins(self._sbps[0])
+        for op in self._backward:
+            yield from self._gradient_pins(op, (self._sbps[0], P, P))
+
+    def _gradient_pins(self, op: fx.Node, sbps: tuple[Sbp, Sbp, Sbp]) -> Iterator[PlannedPin]:
+        """Pins that give the gradients of queries, keys and values, made in those SBPs, the split of these."""
+        for i, have in enumerate(sbps):
+            for gradient in _results(op, i):
+                yield self._pin(_after_sum(self.axis, gradient, have, self._sbps[i]), gradient)
+
+    def _mask_pins(self, split: Sbp) -> Iterator[PlannedPin]:
+        """Pins of the inputs from which a mask is made, if it would have to travel itself, which is larger."""
+        mask = _argument(self.node, "bias")
+        signature = _signature(self.axis, self.node, split)
+        if not isinstance(mask, fx.Node) or signature is None or not self.axis.sbp(mask).is_split:
+            return
+        ancestors = _ancestors(mask)
+        if self.axis.sbp(mask) in signature.inputs[3:] or any(node.target is ops.use for node in ancestors):
+            return
+        for leaf in ancestors:
+            if leaf.op == "placeholder" and leaf is not mask and self.axis.sbp(leaf).is_split:
+                readers = tuple(user for user in leaf.users if user in ancestors)
+                yield PlannedPin(Box(leaf, self.axis.sbp(leaf), B), readers, self.node)
+
+    def _pin(self, box: Box, like: fx.Node, *, past: Collection[fx.Node] = ()) -> PlannedPin:
+        """A pin for all readers but those in ``past``."""
+        return PlannedPin(box, tuple(user for user in box.node.users if user not in past), like)
+
+    # ---- what is split
+
+    @property
+    def _operands(self) -> list[fx.Node]:
+        """Queries, keys and values."""
+        return value.tensor_operands(self.node)[:3]
+
+    @property
+    def _sbps(self) -> list[Sbp]:
+        return [self.axis.sbp(operand) for operand in self._operands]
+
+    @property
+    def _heads(self) -> Sbp:
+        """The split along heads, within what inner axes have cut of them already: then nothing moves along those."""
+        axis, query = self.axis, self._operands[0]
+        inner = (other for other in axis.axes[axis.axis + 1 :] if other.sbp(query).is_split)
+        return S(HEADS, prod(other.ranks for other in inner if other.sbp(query).dim == HEADS))
+
+    @cached_property
+    def _backward(self) -> tuple[fx.Node, ...]:
+        users = [user for i in (0, 1) for result in _results(self.node, i) for user in result.users]
+        return tuple(dict.fromkeys(user for user in users if user.target is ATTENTION_BACKWARD))
+
+    def _can_split(self, sbp: Sbp) -> bool:
+        """Return whether forward and backward can run with queries split so, beside what they do on other axes."""
+        if not sbp.is_split:
+            return False
+        signatures = [(op, _signature(self.axis, op, sbp)) for op in (self.node, *self._backward)]
+        return all(signature is not None and not self.axis.misfit(op, signature) for op, signature in signatures)
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    return node.args[argument_names(node.target).index(name)]
+
+
+def _results(node: fx.Node, number: int) -> list[fx.Node]:
+    return [user for user in node.users if user.target is operator.getitem and user.args[1] == number]
+
+
+def _signature(axis: AxisPropagation, op: fx.Node, sbp: Sbp) -> Signature | None:
+    """The signature of attention or its backward with queries split so."""
+    return next((s for s in _signatures(axis, op, sbp) if s.outputs[0] is sbp), None)
+
+
+def _ancestors(node: fx.Node) -> dict[fx.Node, None]:
+    """A value and all that it follows from."""
+    ancestors, waiting = {node: None}, [node]
+    while waiting:
+        new = [operand for operand in waiting.pop().all_input_nodes if operand not in ancestors]
+        ancestors |= dict.fromkeys(new)
+        waiting += new
+    return ancestors
+
+
+# ---- where a value travels, before heads are repeated or behind the sum over them
+
+
+def _before_repeat(axis: AxisPropagation, keys: fx.Node, sbp: Sbp) -> Box:
+    """The cheapest box that gives ``keys`` an SBP: of them, or of a value of which they are a view or a copy."""
+    node, want, boxes = keys, sbp, [Box(keys, axis.sbp(keys), sbp)]
+    while _moves_values(node):
+        source = next((s.inputs[0] for s in _signatures(axis, node, want) if s.outputs[0] is want), None)
+        node = value.operand(node)
+        if source is None or not _nests(axis, node, source):
+            break
+        want = source
+        boxes.append(Box(node, axis.sbp(node), want))
+    return min(boxes, key=lambda box: box.price(axis))
+
+
+def _after_sum(axis: AxisPropagation, gradient: fx.Node, have: Sbp, want: Sbp) -> Box:
+    """The cheapest box that gives a gradient an SBP: of it, or of what follows from it alone by views and sums."""
+    node, boxes = gradient, [Box(gradient, have, want)]
+    while len(node.users) == 1:
+        (node,) = node.users
+        if not (_moves_values(node) or node.target is SUM):
+            break
+        sbps = [_result(axis, node, sbp) for sbp in boxes[-1][1:]]
+        nested = [sbp for sbp in sbps if sbp is not None and _nests(axis, node, sbp)]
+        if len(nested) < len(sbps):
+            break
+        boxes.append(Box(node, *nested))
+    return min(boxes, key=lambda box: box.price(axis))
+
+
+def _moves_values(node: fx.Node) -> bool:
+    return is_plain_view(node.target) or is_copy(node.target)
+
+
+def _result(axis: AxisPropagation, node: fx.Node, sbp: Sbp) -> Sbp | None:
+    """The SBP of what an op makes of one operand; None where it allows none."""
+    return next((s.outputs[0] for s in _signatures(axis, node, sbp) if s.inputs[0] is sbp), None)
+
+
+def _signatures(axis: AxisPropagation, node: fx.Node, sbp: Sbp) -> tuple[Signature, ...]:
+    return calls.signatures_of(axis.graph, node, axis.axis, [sbp])
+
+
+def _nests(axis: AxisPropagation, node: fx.Node, sbp: Sbp) -> bool:
+    """Return whether ranks can hold a value so, beside how the other axes split it."""
+    nd = tuple(sbp if other is axis else other.sbp(node) for other in axis.axes)
+    return nests(value.tensor_type(node).shape, nd, axis.graph.placement.hierarchy)
