@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from graphzero import _compat
 from graphzero.capture import is_capturing, pin_value, placement_of_capture
+from graphzero.config.planned_splits import planned_splits
 from graphzero.errors import PlacementError, SbpError, hides_frames
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state.modules import ModuleTensor
@@ -40,7 +41,7 @@ Wanted = Sbp | Sequence[Sbp] | None  # one SBP for each placement axis
 def to_global(
     x: Any,
     placement: Placement | DeviceMesh | None = None,
-    sbp: Wanted | Mapping[str, Wanted] = None,
+    sbp: Wanted | Mapping[str, Wanted] | Literal["auto"] = None,
 ) -> Any:
     """Make ``x`` a global tensor, or give it another SBP.
 
@@ -48,16 +49,21 @@ def to_global(
     * a DTensor: redistributed to ``sbp``, on its own ranks as ``placement`` arranges them;
     * a module: its full parameters and buffers, taken from rank 0, become DTensors in place, those that are DTensors
       are redistributed; it is returned.  ``sbp`` may map names of them, ``"*.q_proj.*"`` as in a shell, to SBPs: the
-      first that fits counts, the rest is B.  What moves is a new ``nn.Parameter``: make optimizers afterwards;
+      first that fits counts, the rest is B.  ``"auto"`` takes the splits of a transformers configuration:
+      ``base_model_tp_plan`` for an axis ``tp``, ``base_model_ep_plan`` for an axis ``ep``.  What moves is a new
+      ``nn.Parameter``: make optimizers afterwards;
     * inside ``build`` or a module's forward, ``to_global(h, sbp=...)`` pins the value h; outside a Graph it is
       then the identity.
 
     Raises SbpError for an SBP that the value cannot have, PlacementError for ranks that do not exist.
     """
+    if isinstance(sbp, str):
+        return to_global(x, placement, _planned(x, placement, sbp))
     everyone = placement
     if isinstance(placement, Placement) and PIPELINE in placement.names:
         everyone = located(placement)
-        placement, sbp = everyone.without_pipeline(own_member(everyone)), _stage_sbp(placement, sbp)
+        without: Wanted | Mapping[str, Wanted] = _stage_sbp(placement, sbp)
+        placement, sbp = everyone.without_pipeline(own_member(everyone)), without
     if isinstance(x, nn.Module):
         if is_capturing():
             raise SbpError(
@@ -92,6 +98,15 @@ def to_global(
 def to_local(x: Any) -> Any:
     """This rank's shard as a plain tensor.  A plain tensor (whole, on a virtual placement) is itself."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _planned(x: Any, placement: Placement | DeviceMesh | None, sbp: str) -> dict[str, Nd]:
+    if sbp != "auto" or not isinstance(x, nn.Module):
+        raise SbpError(
+            f"to_global of a {type(x).__name__} with sbp={sbp!r}: write gz.sbp.B, gz.sbp.S(0) or gz.sbp.P; "
+            '"auto" is for a module whose configuration has plans'
+        )
+    return planned_splits(x, as_placement(_required(placement, x)))
 
 
 def _required(placement: Placement | DeviceMesh | None, x: object) -> Placement:
