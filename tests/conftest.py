@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -23,6 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--other-kernels", action="store_true", help="round as an unlike CPU would; see other_kernels.py")
+    parser.addoption("--strict-transfers", action="store_true", help="transfers between virtual ranks end at the wait")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,10 +53,13 @@ def _same_numbers(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.manual_seed(0)
     else:  # where other devices are not there, that notes a stack trace for each: milliseconds
         torch.default_generator.manual_seed(0)
-    if not request.config.getoption("--other-kernels"):
-        yield
-        return
-    from other_kernels import other_kernels
+    with contextlib.ExitStack() as stack:
+        if request.config.getoption("--other-kernels"):
+            from other_kernels import other_kernels
 
-    with other_kernels():
+            stack.enter_context(other_kernels())
+        if request.config.getoption("--strict-transfers"):
+            from graphzero.testing import strict_transfers
+
+            stack.enter_context(strict_transfers())
         yield

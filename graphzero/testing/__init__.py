@@ -11,5 +11,9 @@ from graphzero.sbp.rule_checks import check_rule
 from graphzero.testing.compare import assert_graph, assert_same_step
 from graphzero.testing.fake import fake_world
 from graphzero.testing.measure import measure_step, profile_step, trace_step
+from graphzero.testing.strict import strict_transfers
 
-__all__ = ["assert_graph", "assert_same_step", "check_rule", "fake_world", "measure_step", "profile_step", "trace_step"]
+__all__ = [
+    "assert_graph", "assert_same_step", "check_rule", "fake_world", "measure_step", "profile_step", "strict_transfers",
+    "trace_step",
+]  # fmt: skip

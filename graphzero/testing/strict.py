@@ -1,0 +1,107 @@
+"""Transfers between virtual ranks that take as long as they may, and in which nobody may meddle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from graphzero import _compat
+from graphzero.errors import GraphZeroError
+from graphzero.runtime.world.virtual import COLLECTIVE_FUNCTIONS, VirtualWorld
+from graphzero.runtime.world.world import Run
+from graphzero.sbp.collectives import COLLECTIVES
+
+
+@contextmanager
+def strict_transfers() -> Iterator[None]:
+    """Within it, collectives between virtual ranks move their data when a program waits for them, and not before.
+
+    By itself a world of virtual ranks transfers when a collective is launched, so a program that reads what has not
+    arrived, or writes over what is still being sent, computes the right numbers there, and wrong ones on a GPU.  Here
+    buffers hold no number (NaN, or the largest integer) from launch to wait, and what is reduced holds none
+    afterwards either, as a transport may leave it.  Compare with the same step outside: ``assert_same_step`` does.
+
+    Raises:
+        GraphZeroError: from the wait, if something between launch and wait wrote to what is sent or received.
+    """
+    at_once = VirtualWorld.begin_transfer
+    VirtualWorld.begin_transfer = staticmethod(StrictTransfer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        VirtualWorld.begin_transfer = staticmethod(at_once)  # type: ignore[method-assign]
+
+
+class StrictTransfer:
+    """A collective of a few groups of ranks that is under way until it is waited for."""
+
+    def __init__(self, kind: str, groups: Sequence[Run], reduction: str) -> None:
+        self.kind, self.groups, self.reduction = kind, groups, reduction
+        with _compat.no_modes(), torch.no_grad():
+            self.sent = [[x.clone() for x in ins] for _, ins in groups]
+            for outs, ins in groups:
+                for x in (*outs, *(ins if COLLECTIVES[kind].reduces else ())):
+                    fill_with_poison_(x)
+            self.under_way = True
+
+    def wait(self) -> None:
+        """Compare the buffers with what they were at the launch, then move the data."""
+        if not self.under_way:
+            return
+        self.under_way = False
+        with _compat.no_modes(), torch.no_grad():
+            for (outs, ins), sent in zip(self.groups, self.sent, strict=True):
+                self._check(outs, ins, sent)
+                self._move(outs, sent)
+
+    def _check(self, outs: Sequence[Tensor], ins: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        poisoned = [*outs, *(ins if COLLECTIVES[self.kind].reduces else ())]
+        for x in poisoned:
+            if not is_poison(x):
+                raise GraphZeroError(
+                    f"between its launch and its wait, something wrote to the {x.numel():,} elements that a "
+                    f"{self.kind} was about to fill"
+                )
+        for x, before in zip(ins, sent, strict=True):
+            if not any(_overlap(x, out) for out in poisoned) and not _same_bits(x, before):
+                raise GraphZeroError(
+                    f"between its launch and its wait, something wrote to the {x.numel():,} elements that a "
+                    f"{self.kind} sends"
+                )
+
+    def _move(self, outs: Sequence[Tensor], sent: list[Tensor]) -> None:
+        if COLLECTIVES[self.kind].is_in_place:
+            for out, x in zip(outs, sent, strict=True):
+                out.copy_(x)
+            sent = list(outs)
+        COLLECTIVE_FUNCTIONS[self.kind](outs, sent, self.reduction)
+
+
+def fill_with_poison_(x: Tensor) -> None:
+    """Fill a tensor with what is no result: NaN, the largest integer, True."""
+    x.fill_(_poison(x.dtype))
+
+
+def is_poison(x: Tensor) -> bool:
+    """Return whether a tensor is as ``fill_with_poison_`` left it."""
+    return _same_bits(x, torch.full_like(x, _poison(x.dtype)))
+
+
+def _poison(dtype: torch.dtype) -> float | int | bool:
+    if dtype == torch.bool:
+        return True
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    if not x.numel() or not y.numel() or _compat.storage_id(x) != _compat.storage_id(y):
+        return False
+    first, second = x.storage_offset(), y.storage_offset()
+    return first < second + y.numel() and second < first + x.numel()
