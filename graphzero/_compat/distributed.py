@@ -61,6 +61,13 @@ def gloo(store: Any, rank: int, ranks: int, seconds: float) -> Any:
     return dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=seconds))
 
 
+def nccl(store: Any, rank: int, ranks: int, seconds: float) -> Any:
+    """The same of NCCL, whose communicator is made when it is first used."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=seconds)
+    return dist.ProcessGroupNCCL(store, rank, ranks, options)
+
+
 def break_gloo(group: Any) -> None:
     """Close all connections of ``gloo``: who waits for this process, now or later, gets a RuntimeError.
 

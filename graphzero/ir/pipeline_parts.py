@@ -91,14 +91,15 @@ class StageMessage(NamedTuple):
     """A value that one member of ``pp`` sends to another.
 
     sent_after: the call, by its place among all, that leaves the value as it is sent.  read_by: the first call there
-    that reads it, the number of calls where that is the end of the step.
+    that reads it.  posted_before: the call there in front of which the value gets its memory, and may arrive.
     """
 
+    sent_after: int
     slot: Slot
     source: int
     target: int
-    sent_after: int
     read_by: int
+    posted_before: int
 
 
 ACTION_PARTS = {
@@ -134,10 +135,13 @@ class PipelineProgram:
         """The member of ``pp`` that a stage is on."""
         return self.schedule.stage_ranks[stage]
 
+    def is_on(self, call: PartCall, member: int | None) -> bool:
+        """Whether the ranks of a member run a call; those of all members, None, run each."""
+        return member in (None, self.member_of(self.parts.parts[call.part].key.stage))
+
     def calls_on(self, member: int) -> list[PartCall]:
         """The calls of the stages of one member of ``pp``, in order."""
-        keys = [part.key for part in self.parts.parts]
-        return [call for call in self.calls if self.member_of(keys[call.part].stage) == member]
+        return [call for call in self.calls if self.is_on(call, member)]
 
     def label(self, call: PartCall) -> str:
         """What a call is called in charts: 0F3 as in schedules, and its part where that runs once a step."""
@@ -147,6 +151,11 @@ class PipelineProgram:
         backward = "I" if key.stage in self._split_stages else "B"
         letter = {FORWARD: "F", BACKWARD: backward, BACKWARD_WEIGHT: "W"}[key.kind]
         return f"{key.stage}{letter}{call.micro_batch}"
+
+    def name_of(self, call: PartCall) -> str:
+        """What a call is called in sentences: "forward@0 of micro-batch 3"."""
+        key = self.parts.parts[call.part].key
+        return f"{key} of micro-batch {call.micro_batch}" if key.kind in BODY else str(key)
 
     @cached_property
     def _split_stages(self) -> frozenset[int]:
@@ -192,33 +201,40 @@ class PipelineProgram:
 
     @cached_property
     def messages(self) -> list[StageMessage]:
-        """What members send to each other in a step, in an order that all of them know.
+        """What members send to each other in a step before its end, in an order that all of them know.
 
-        Each member is sent a value once, and what the step returns goes to all of them.
+        Each member is sent a value once.  From one member to another, messages are sent, and received, in this order.
         """
         members = [self.member_of(self.parts.parts[call.part].key.stage) for call in self.calls]
         left_by: dict[Slot, int] = {}  # the last call of its own member that makes a value, or adds to it
         sent: dict[tuple[Slot, int], StageMessage] = {}
-
-        def send(slot: Slot, target: int, read_by: int) -> None:
-            source = self.member_of(slot[0].stage)
-            if source != target and (slot, target) not in sent:
-                sent[slot, target] = StageMessage(slot, source, target, left_by[slot], read_by)
-
+        before: dict[int, int] = {}  # the last call of each member so far
         for i, call in enumerate(self.calls):
             for slot in {*self.slots_read(call).values()}:
-                send(slot, members[i], i)
+                source, target = self.member_of(slot[0].stage), members[i]
+                if source != target and (slot, target) not in sent:
+                    posted_before = before.get(target, i)
+                    sent[slot, target] = StageMessage(left_by[slot], slot, source, target, i, posted_before)
                 if self.writes(call, slot):
                     left_by[slot] = i
             for key in self.parts.parts[call.part].outputs:
                 left_by[self.slot(key, call.micro_batch)] = i
-        for slot in sorted(self.returned):
-            for target in range(self.schedule.ranks):
-                send(slot, target, len(self.calls))
-        return sorted(sent.values())
+            before[members[i]] = i
+        return _posted_in_order(sorted(sent.values()))
 
     @property
     def returned(self) -> set[Slot]:
         """What the step returns."""
         keys = (*self.parts.outputs, *self.parts.aux.values())
         return {self.slot(key, 0) for key in keys if isinstance(key, ValueKey)}
+
+
+def _posted_in_order(messages: list[StageMessage]) -> list[StageMessage]:
+    """The same messages, each posted no later than what its source sends its target behind it."""
+    latest: dict[tuple[int, int], int] = {}
+    posted = []
+    for message in reversed(messages):
+        edge = message.source, message.target
+        latest[edge] = min(message.posted_before, latest.get(edge, message.posted_before))
+        posted.append(message._replace(posted_before=latest[edge]))
+    return posted[::-1]

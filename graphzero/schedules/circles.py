@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Mapping
 
 from graphzero.errors import ScheduleError
+from graphzero.schedules.queues import Item, Queue, Stop
 from graphzero.schedules.schedule import PipelineSchedule
 from graphzero.schedules.values import Position
-
-Queue = TypeVar("Queue", bound=Hashable)
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Where a queue of actions stands still.  head: the first that does not run; needed: what it waits for."""
-
-    head: Position
-    needed: Position
 
 
 def format_place(schedule: PipelineSchedule, position: Position) -> str:
@@ -27,13 +16,11 @@ def format_place(schedule: PipelineSchedule, position: Position) -> str:
     return f"'{schedule.rows[row][column]}' (row {row}, column {column})"
 
 
-def circle_error(
-    schedule: PipelineSchedule, stops: Mapping[Queue, Stop], queue_of: Callable[[Position], Queue]
-) -> ScheduleError:
-    """The error of queues that stand still: one circle of them, each head waiting for what is behind the next head.
-
-    queue_of: the queue in which a cell stands.
-    """
+def describe_circle(
+    stops: Mapping[Queue, Stop[Item]], queue_of: Callable[[Item], Queue], format_item: Callable[[Item], str]
+) -> tuple[Item, str]:
+    """One circle of queues that stand still, each head waiting for what is behind the next head: the first head, and
+    for what it waits, and that for what, back to it."""
     queue, path = next(iter(stops)), []
     while queue not in path:
         path.append(queue)
@@ -42,15 +29,20 @@ def circle_error(
     links = []
     for stop in map(stops.__getitem__, circle):
         head = stops[queue_of(stop.needed)].head
-        link = f"needs {format_place(schedule, stop.needed)}"
+        link = f"needs {format_item(stop.needed)}"
         if stop.needed == stop.head:
             link += ", which is this cell itself"
         elif head == stop.head:
             link += ", which stands behind it"
         elif head != stop.needed:
-            link += f", which stands behind {format_place(schedule, head)}"
+            link += f", which stands behind {format_item(head)}"
         links.append(link)
-    row, column = stops[circle[0]].head
-    return ScheduleError(
-        f"row {row}, column {column}: '{schedule.rows[row][column]}' {', which '.join(links)}", row, column
-    )
+    return stops[circle[0]].head, ", which ".join(links)
+
+
+def circle_error(
+    schedule: PipelineSchedule, stops: Mapping[Queue, Stop[Position]], queue_of: Callable[[Position], Queue]
+) -> ScheduleError:
+    """The error of queues of cells that stand still: see ``describe_circle``.  queue_of: the queue of a cell."""
+    (row, column), text = describe_circle(stops, queue_of, lambda position: format_place(schedule, position))
+    return ScheduleError(f"row {row}, column {column}: '{schedule.rows[row][column]}' {text}", row, column)

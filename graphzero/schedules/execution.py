@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from graphzero.errors import ScheduleError
-from graphzero.schedules.circles import Stop, circle_error
+from graphzero.schedules.circles import circle_error
+from graphzero.schedules.queues import Stop
 from graphzero.schedules.schedule import PipelineSchedule
 from graphzero.schedules.values import Dependencies, Position, Value, format_value, locate_values, made_values
 

@@ -2,8 +2,8 @@
 
 Between two calls a rank holds its states, the communication slots of its parts, and what parts have handed over and a
 later call of its stages reads: the activations in flight.  While a part runs, what it makes itself is added.  What is
-sent to another stage is in flight there from the call that reads it first, in a buffer of its own, and here until the
-first call behind that one.
+sent to another stage is in flight there, in a buffer of its own, from where its receive is posted, and here until the
+sender waits for it: see ``pipeline_launches``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.pipeline_parts import PartCall, PipelineProgram, Slot, ValueKey
+from graphzero.ir.pipeline_launches import LaunchKind, list_launches
+from graphzero.ir.pipeline_parts import PartCall, PipelineProgram, Slot, StageMessage, ValueKey
 from graphzero.ir.storage.liveness import Bytes, bytes_held, liveness
 from graphzero.ir.storage.roots import Storage
 from graphzero.plan.plan import CATEGORIES, RESIDENT, MemoryPlan, PipelineMember
@@ -109,21 +110,29 @@ class PipelineMemory:
         resident = self._resident(calls)
         left = Counter(slot for call in calls for slot in {*pipeline.slots_read(call).values()})
         left.update(slot for slot in pipeline.returned if pipeline.member_of(slot[0].stage) == member)
+        left.update(message.slot for message in pipeline.messages if message.source == member)
         in_flight: dict[Slot, InFlight] = {}
         accumulators = set(pipeline.parts.accumulators)
-        messages = [message for message in pipeline.messages if message.source == member]
-        left.update(message.slot for message in messages)
-        own = set(calls)
-        for i, call in enumerate(pipeline.calls):
-            if call not in own:
-                continue
-            for message in [message for message in messages if message.sent_after < message.read_by < i]:
-                messages.remove(message)  # sent, and read: see the module ``pipeline_messages`` of the runtime
-                left[message.slot] -= 1
-                if not left[message.slot]:
-                    in_flight.pop(message.slot, None)
-            over = self._over_time(call, in_flight, left, accumulators, resident)
-            yield call, over, sum({one.lies: one.nbytes for one in in_flight.values()}.values())
+        for kind, number in list_launches(pipeline, member):
+            if kind is LaunchKind.CALL:
+                call = pipeline.calls[number]
+                over = self._over_time(call, in_flight, left, accumulators, resident)
+                yield call, over, sum({one.lies: one.nbytes for one in in_flight.values()}.values())
+            elif kind is LaunchKind.POST:
+                message = pipeline.messages[number]
+                category = "accumulators" if message.slot[0] in accumulators else "activations"
+                in_flight[message.slot] = InFlight(message.slot, self._bytes_read(message), category)
+            elif kind is LaunchKind.RELEASE:
+                slot = pipeline.messages[number].slot
+                left[slot] -= 1
+                if not left[slot]:
+                    in_flight.pop(slot, None)
+
+    def _bytes_read(self, message: StageMessage) -> int:
+        """Bytes of a value where it is received."""
+        reader = self.pipeline.calls[message.read_by]
+        slots = self.pipeline.slots_read(reader)
+        return next(self.parts[reader.part].given[name][0] for name, slot in slots.items() if slot == message.slot)
 
     def plan_member(self, member: int) -> PipelineMember:
         """What the ranks of a member hold."""
@@ -136,9 +145,9 @@ class PipelineMemory:
             worst = int(total.argmax())
             most_activations = max(most_activations, int(over["activations"].max()))
             if total[worst] > peak:
-                part, memory = pipeline.parts.parts[call.part], self.parts[call.part]
+                memory = self.parts[call.part]
                 peak, at_peak = int(total[worst]), {name: int(nbytes[worst]) for name, nbytes in over.items()}
-                where = f"'{memory.positions[worst].name}' in {part.key} of micro-batch {call.micro_batch}"
+                where = f"'{memory.positions[worst].name}' in {pipeline.name_of(call)}"
             most = max(most, in_flight)
         gradients = sum(
             self.parts[i].given[name][0]

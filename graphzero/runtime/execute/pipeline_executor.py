@@ -1,7 +1,7 @@
 """Runs a program of pipeline stages: its parts, in the order of a schedule, each by an executor of its own.
 
 What a part hands over is saved, by micro-batch, until the last part that reads it has run.  Where each process has the
-ranks of one stage it runs the calls of its own row; ``pipeline_messages`` sends and receives what crosses stages.
+ranks of one member of ``pp`` it runs the calls of its own row, and ``pipeline_messages`` what crosses stages.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.pipeline_launches import LaunchKind, list_launches
 from graphzero.ir.pipeline_parts import PartCall, PipelineProgram, Slot, ValueKey
 from graphzero.ir.transfer_layout import shape_on
 from graphzero.runtime.execute.executor import Executor, ReleasedInputs, Results, SlotBuffers
@@ -45,23 +46,28 @@ class PipelineExecutor:
         }
         for i, executor in self.executors.items():
             executor.placement = pipeline.placement.without_pipeline(members[i])
-        self.calls = [(i, call) for i, call in enumerate(pipeline.calls) if call.part in self.executors]
-        self.messages = MessagePassing(graph, pipeline, world) if isinstance(world, ProcessWorld) else None
+        self.launches = list_launches(pipeline, own)
+        self.messages: MessagePassing | None = None
         self.meter: Meter | None = None
-        self._shapes = {key: self._local_shapes(node) for key, node in pipeline.parts.accumulators.items()}
-        self._readers = Counter(slot for _, call in self.calls for slot in {*pipeline.slots_read(call).values()})
-        self._readers.update(pipeline.returned)
+        self._step: StepMessages | None = None
+        self._nodes = {node.name: node for node in graph.nodes}
+        self._readers = Counter(pipeline.returned)
+        for launch in self.launches:
+            if launch.kind is LaunchKind.CALL:
+                self._readers.update({*pipeline.slots_read(pipeline.calls[launch.number]).values()})
+            elif launch.kind is LaunchKind.SEND:
+                self._readers[pipeline.messages[launch.number].slot] += 1
         self._moved = {message.slot for message in pipeline.messages}
-        if self.messages is not None:
-            sends = [(i, message.slot) for i, some in self.messages.sends.items() for _, message in some]
-            self._readers.update(slot for _, slot in sends)
-            self._written_later = {
-                (slot, i) for i, slot in sends if any(pipeline.writes(call, slot) for j, call in self.calls if j > i)
-            }
+        if isinstance(world, ProcessWorld):
+            self.messages = MessagePassing(graph, pipeline, world, self._allocate)
+            self._moved |= pipeline.returned
 
-    def _local_shapes(self, node: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def _allocate(self, slot: Slot) -> list[Tensor]:
+        """Memory for a value that no part of this process makes."""
+        node, world = self._nodes[slot[0].name], self.world
         type_, nd = value.tensor_type(node), value.nd_of(node)
-        return [(shape_on(self.graph, type_, nd, rank), type_.dtype) for rank in self.world.rank_ids]
+        shapes = [shape_on(self.graph, type_, nd, rank) for rank in world.rank_ids]
+        return [torch.empty(shape, dtype=type_.dtype, device=world.device) for shape in shapes]
 
     # ---- state
 
@@ -91,10 +97,12 @@ class PipelineExecutor:
     @property
     def has_written(self) -> bool:
         """Whether the last run has begun to write new states, and is not finished."""
-        return any(executor.has_written for executor in self.executors.values())
+        shares = self._step is not None and self._step.is_shared
+        return shares or any(executor.has_written for executor in self.executors.values())
 
     def finish(self) -> None:
         """All that the last run has computed is where it belongs."""
+        self._step = None
         for executor in self.executors.values():
             executor.finish()
 
@@ -105,29 +113,36 @@ class PipelineExecutor:
         saved: dict[Slot, Sequence[Any]] = {}
         left = self._readers.copy()
         self.finish()  # what an earlier run that failed has left
-        step = self.messages.begin_step() if self.messages is not None else None
-        for i, call in self.calls:
+        self._step = step = self.messages.begin_step() if self.messages is not None else None
+        for kind, number in self.launches:
+            if kind is not LaunchKind.CALL:
+                assert step is not None
+                self._pass_message(step, kind, number, saved, left)
+                continue
             if step is not None:
-                step.wait_for_readers(i)
-                saved |= step.receive_for(i)
+                step.note_call(number)
+            call = self.pipeline.calls[number]
             saved |= self._run_part(call, self._inputs_of(call, inputs, saved, left), left, meter or self.meter)
-            if step is not None:
-                self._send_from(i, step, saved, left)
         if step is not None:
-            end = len(self.pipeline.calls)
-            saved |= step.receive_for(end)
-            step.share_scalars()
-            step.wait_for_readers(end + 1)
+            returned = sorted(self.pipeline.returned)
+            saved |= {slot: self._allocate(slot) for slot in returned if slot not in saved}
+            step.share({slot: saved[slot][0] for slot in returned})
         outputs = [saved[key, 0] if isinstance(key, ValueKey) else key for key in self.pipeline.parts.outputs]
         return Results(outputs, {name: list(saved[key, 0]) for name, key in self.pipeline.parts.aux.items()})
 
-    def _send_from(self, call: int, step: StepMessages, saved: dict[Slot, Sequence[Any]], left: Counter[Slot]) -> None:
-        """Send what other stages are to have when a call has run."""
-        assert self.messages is not None
-        for number, message in self.messages.sends.get(call, ()):
-            is_written_later = (message.slot, call) in self._written_later
-            step.send(number, message, saved[message.slot][0], is_written_later)
-            self._drop(message.slot, saved, left)
+    def _pass_message(
+        self, step: StepMessages, kind: LaunchKind, number: int, saved: dict[Slot, Sequence[Any]], left: Counter[Slot]
+    ) -> None:
+        slot = self.pipeline.messages[number].slot
+        if kind is LaunchKind.SEND:
+            step.send(number, saved[slot][0])
+            self._drop(slot, saved, left)
+        elif kind is LaunchKind.POST:
+            step.post(number)
+        elif kind is LaunchKind.ARRIVE:
+            saved[slot] = step.await_arrival(number)
+        else:
+            step.release(number)
 
     @staticmethod
     def _drop(slot: Slot, saved: dict[Slot, Sequence[Any]], left: Counter[Slot]) -> None:
@@ -167,9 +182,7 @@ class PipelineExecutor:
         slots = self.pipeline.slots_read(call)
         for name, slot in slots.items():
             if slot not in saved:
-                saved[slot] = [
-                    torch.empty(shape, dtype=dtype, device=self.world.device) for shape, dtype in self._shapes[slot[0]]
-                ]
+                saved[slot] = self._allocate(slot)
             given[name] = saved[slot]
         for slot in {*slots.values()}:
             self._drop(slot, saved, left)

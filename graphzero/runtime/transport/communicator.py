@@ -33,16 +33,18 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from graphzero import _compat
-from graphzero.errors import RankError
+from graphzero.errors import GraphZeroError, RankError
 from graphzero.logs import event
 from graphzero.runtime.transport.failure_diagnosis import FailureDiagnosis, late_text, lost_connection, rank_list
 from graphzero.runtime.transport.failure_report import PAUSE, Attempt, FailureReport, ReportStore, describe
 from graphzero.runtime.transport.gloo_transport import GlooTransport
 from graphzero.runtime.transport.messages import GroupMessages
 from graphzero.runtime.transport.p2p_collectives import PeerCollectives
+from graphzero.runtime.transport.process_group_transport import ProcessGroupTransport
 from graphzero.runtime.transport.process_monitor import (
     ALL_RANKS,
     LONG_WAIT,
@@ -81,6 +83,7 @@ class Communicator(GroupMessages):
         self._missed: set[int] = set()
         self._group: Any = None  # gloo's, of all ranks
         self._collectives: dict[tuple[int, ...], PeerCollectives] = {}
+        self._stages: tuple[int, ProcessGroupTransport] | None = None  # with the generation in which it was made
 
     def begin(self, label: str) -> None:
         """Begin a call."""
@@ -102,14 +105,14 @@ class Communicator(GroupMessages):
             if not self._places:
                 self._places = self._read_places()
                 self._monitor = self._watch({})
-            self._group = self._connect_gloo("gloo")
+            self._group = self._connect_group("gloo", self.ids)
         if not self._watches_hosts:
             self._watches_hosts = True
             nearby = ranks_on_host(self._places)
             if len(nearby) < len(self._places):  # then every rank sees that
                 remote = [q for q, rank in enumerate(self.ids) if rank not in nearby]
                 sockets = watch_connections(
-                    lambda: self._connect_gloo("watch"), lambda x: self.gather_along(x, self.ids), remote
+                    lambda: self._connect_group("watch", self.ids), lambda x: self.gather_along(x, self.ids), remote
                 )
                 self._monitor = self._watch({self.ids[q]: connection for q, connection in sockets.items()})
 
@@ -129,6 +132,26 @@ class Communicator(GroupMessages):
             event("connected", f"rank {self.rank}: {about}", level, ranks=list(axis))
             self._collectives[axis] = PeerCollectives(transport, own, about)
         return self._collectives[axis]
+
+    def stage_transport(self, ranks: Sequence[int], device: torch.device) -> ProcessGroupTransport:
+        """Messages through process groups between the ranks along ``pp``; all ranks call it, each for its own line.
+
+        Raises GraphZeroError on GPUs behind a call that has stopped.
+        """
+        if self._stages is not None and self._stages[0] != self.generation and device.type != "cpu":
+            raise GraphZeroError(
+                f"rank {self.rank}: a call of these ranks has stopped, and what it has sent between GPUs may be under "
+                "way still, which NCCL does not take back\n  Start the processes anew and load a checkpoint; torchrun "
+                "--max-restarts=1 does that when all of them end"
+            )
+        if self._stages is None or self._stages[0] != self.generation:
+            connect = _compat.gloo if device.type == "cpu" else _compat.nccl
+            name, own = f"{rank_list(ranks)}: ", ranks.index(self.rank)
+            transport = ProcessGroupTransport(
+                ranks, own, self.limit, device, lambda what, some: self._connect_group(name + what, some, connect)
+            )
+            self._stages = self.generation, transport
+        return self._stages[1]
 
     def _gloo_transport(self, axis: Sequence[int], own: int) -> GlooTransport:
         members, index = [self.ids.index(rank) for rank in axis], len(self._collectives)
@@ -158,11 +181,12 @@ class Communicator(GroupMessages):
         except RuntimeError as error:
             raise lost_connection(self.rank, "all ranks to come", error) from error
 
-    def _connect_gloo(self, name: str) -> Any:
-        """Make a gloo process group, in a thread: a rank that has come may still stop, or end, on the way."""
+    def _connect_group(self, name: str, ranks: Sequence[int], connect: Callable[..., Any] = _compat.gloo) -> Any:
+        """Make a process group of some ranks, in a thread: a rank that has come may still stop, or end, on the way."""
         store = self._generation_store()
         own = _compat.own_connection(store)
-        attempt = Attempt(lambda: _compat.gloo(_compat.prefixed(name, own), self.own, len(self.ids), self.limit))
+        own_number = ranks.index(self.rank)
+        attempt = Attempt(lambda: connect(_compat.prefixed(name, own), own_number, len(ranks), self.limit))
         try:
             while not attempt.wait(PAUSE):
                 if self._monitor.ended or own is not store and store.add("reports", 0):
@@ -228,26 +252,35 @@ class Communicator(GroupMessages):
         return sorted(closed - monitored)
 
     def release(self) -> None:
-        """Release all connections: this rank needs no other any more."""
+        """Release the connections of this generation: this rank needs no other any more."""
         for axis in self._collectives.values():
             axis.transport.close()
         self._collectives.clear()
         self._group = None
 
+    def shut_down(self) -> None:
+        """Release all connections before the default process group ends."""
+        self.release()
+        if self._stages is not None and self._stages[0] == self.generation:
+            self._stages[1].shut_down()
+        self._stages = None
+
     def _close(self) -> None:
         for axis in self._collectives.values():
             axis.transport.close()
-        self._break_group()
+        self._break_groups()
 
-    def _break_group(self) -> None:
+    def _break_groups(self) -> None:
         if self._group is not None:
             _compat.break_gloo(self._group)
+        if self._stages is not None:
+            self._stages[1].close()
 
     # ---- called by the monitor, in its thread
 
     def _watch(self, remote: Mapping[int, socket.socket]) -> ProcessMonitor:
         return ProcessMonitor(
-            self._places, remote, self.wait_state, self._disconnect_rank, self._break_group, self._report_long_wait,
+            self._places, remote, self.wait_state, self._disconnect_rank, self._break_groups, self._report_long_wait,
             lambda doing: self._monitor_store(lambda reports: reports.tell_doing(self.rank, doing)),
         )  # fmt: skip
 
@@ -303,7 +336,7 @@ def communicator(ids: Sequence[int]) -> Communicator:
 
 def _release() -> None:
     for _, known in _communicators.values():
-        known.release()
+        known.shut_down()
     _communicators.clear()
 
 

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero.errors import RankError
 from graphzero.runtime.transport.primitives import Handle, fold
 from graphzero.runtime.transport.process_monitor import WaitState
-from graphzero.runtime.transport.transport import Continuation, Pieces, Transport
+from graphzero.runtime.transport.transport import Continuation, Pieces, Transport, as_bytes
 
 _TAGS = 1 << 24  # tags of one axis; far fewer exchanges are under way at once
 _AXES = (1 << 7) - 1  # gloo's tags have 31 bits, of which the last 2**24 are not used here
@@ -52,10 +51,10 @@ class GlooTransport(Transport):
         return _Transfer(self, self._begin(number, sends, receives), (sends, receives))
 
     def send(self, number: int, q: int, x: Tensor) -> Handle:
-        return _Transfer(self, [self._post(self._group.send, _bytes(x), q, number)], x)
+        return _Transfer(self, [self._post(self._group.send, as_bytes(x), q, number)], x)
 
     def receive(self, number: int, q: int, into: Tensor) -> Handle:
-        return _Transfer(self, [self._post(self._group.recv, _bytes(into), q, number)], into)
+        return _Transfer(self, [self._post(self._group.recv, as_bytes(into), q, number)], into)
 
     def reduce(
         self, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str, then: Continuation = None
@@ -78,7 +77,7 @@ class GlooTransport(Transport):
         """Begin to send and to receive a piece of each other rank."""
         if self._is_pair:
             (q,) = self.others
-            return [(self._swap(q, _bytes(sends[q]), _bytes(receives[q])), q)]
+            return [(self._swap(q, as_bytes(sends[q]), as_bytes(receives[q])), q)]
         works = [self._post(self._group.send, sends[q], q, number) for q in self.others]
         return works + [self._post(self._group.recv, receives[q], q, number) for q in self.others]
 
@@ -108,15 +107,6 @@ class GlooTransport(Transport):
                 raise self.connection_error(q, error) from error
         self._wait_state.end()
 
-    def connection_error(self, q: int, error: RuntimeError) -> RankError:
-        reason, other = str(error).strip(), self.ranks[q]
-        is_silent = "timed out" in reason.lower()
-        state = "is silent" if is_silent else "has closed its connection"
-        return RankError(
-            f"rank {self.ranks[self.own]} waits for rank {other}, which {state} ({reason[:200]}); its own output says "
-            "why. Every rank must call a Graph equally often", [other], is_silent,
-        )  # fmt: skip
-
     def close(self) -> None:
         """The group belongs to the communicator."""
 
@@ -133,7 +123,3 @@ class _Transfer:
         if self.then is not None:
             self.then()
         self.works, self.buffers, self.then = [], None, None
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.uint8)

@@ -14,7 +14,7 @@ Time-outs, hangs and broken peers are the communicator's to report; of NCCL, tor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,18 @@ from torch import Tensor
 from graphzero import _compat
 from graphzero.errors import PlacementError, RankError
 from graphzero.runtime.transport.communicator import communicator
+from graphzero.runtime.transport.failure_diagnosis import rank_list
 from graphzero.runtime.transport.p2p_collectives import OPS, ContinuedHandle, PeerCollectives
-from graphzero.runtime.transport.primitives import DONE, Handle
+from graphzero.runtime.transport.primitives import Handle
+from graphzero.runtime.transport.process_group_transport import ProcessGroupTransport
 from graphzero.runtime.transport.teardown import before_tear_down
+from graphzero.runtime.transport.transport import MessageTransport
+from graphzero.runtime.world.accelerators import ACCELERATORS
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.runtime.world.world import World, device_of
 from graphzero.sbp.placement import PIPELINE, Placement
 
+GROUPED_DEVICES = {*ACCELERATORS}  # on which messages between stages go through process groups; tests add "cpu"
 _MOVED_AS_BYTES = (torch.bool, torch.int16, torch.complex64, torch.complex128)
 
 
@@ -66,6 +71,7 @@ class ProcessWorld(World):
         self._groups = {name: mesh.get_group(i) for i, name in enumerate(placement.names)}
         self._communicator = communicator(flat)
         self._collectives: dict[str, PeerCollectives] = {}
+        self._stage_transport: ProcessGroupTransport | None = None
         self._made_in = -1  # generation of the communicator
         _worlds.add(self)
         shared = [axis for axis, ranks in zip(placement.names, placement.hierarchy, strict=True) if ranks > 1]
@@ -86,6 +92,7 @@ class ProcessWorld(World):
         """Let go of process groups and connections; nothing runs any more."""
         self._groups.clear()
         self._collectives.clear()
+        self._stage_transport = None
 
     def forget(self) -> None:
         if not self._peer_axes:
@@ -98,7 +105,7 @@ class ProcessWorld(World):
 
     @property
     def under_way(self) -> str:
-        return "" if self._peer_axes else super().under_way
+        return "" if self._peer_axes or self.member is not None else super().under_way
 
     def _collectives_of(self, axis: str) -> PeerCollectives | None:
         """The collectives between CPU ranks along an axis, None where they are the backend's."""
@@ -110,45 +117,45 @@ class ProcessWorld(World):
         """Connect at the first collective after the last failure; every rank calls it."""
         self._communicator.connect()
         self._collectives = {axis: self._communicator.collectives(self.peers(0, axis)) for axis in self._peer_axes}
-        if self._pipeline_line:
+        if self._pipeline_line and self.device.type in GROUPED_DEVICES:
+            self._stage_transport = self._communicator.stage_transport(self._pipeline_line, self.device)
+        elif self._pipeline_line:
             self._collectives[PIPELINE] = self._communicator.collectives(self._pipeline_line)
         self._made_in = self._communicator.generation
 
     # ---- messages between stages
 
-    def connect_stages(self) -> None:
-        """Connect this rank to all others that it sends to; every rank calls it."""
-        self._collectives_of(PIPELINE)
+    def open_messages(self, count: int, edges: Iterable[tuple[int, int]]) -> tuple[MessageTransport | None, int]:
+        """The transport between members of ``pp``, from this rank's place on all other axes to the same place, and the
+        first of ``count`` numbers of messages; None in a fake world.  Every rank calls it, in front of each step.
 
-    def reserve_messages(self, count: int) -> int:
-        """The first of ``count`` numbers of messages along ``pp``; every rank along it calls it."""
-        collectives = self._collectives_of(PIPELINE)
-        return 0 if collectives is None else collectives.reserve_numbers(count)
+        edges: the members that send to each other, (from, to).
+        """
+        if has_fake_world():
+            return None, 0
+        if self._made_in != self._communicator.generation:
+            self._connect()
+        if self._stage_transport is not None:
+            self._stage_transport.open_edges(edges)
+            return self._stage_transport, 0
+        collectives = self._collectives[PIPELINE]
+        return collectives.transport, collectives.reserve_numbers(count)
 
     def note_doing(self, doing: str) -> None:
         """Say what this rank computes, for ranks that wait for it."""
         self._communicator.wait_state.doing = doing
 
-    def wait_for_member(self, handle: Handle, member: int, purpose: str) -> None:
-        """Wait for a message to or from another member."""
-        state, rank = self._communicator.wait_state, self._pipeline_line[member]
-        state.begin([rank], f"rank {rank} {purpose}")
+    def wait_for_members(self, handle: Handle, members: Sequence[int], purpose: str) -> None:
+        """Wait for a message to or from other members, each to do ``purpose``."""
+        state, ranks = self._communicator.wait_state, [self._pipeline_line[member] for member in members]
+        text = f"{rank_list(ranks)} {purpose}"
+        state.begin(ranks, text)
         try:
             handle.wait()
         except RankError as error:
-            raise RankError(f"{error} (it waits for rank {rank} {purpose})", error.ranks, error.is_silent) from error
+            raise RankError(f"{error} (it waits for {text})", error.ranks, error.is_silent) from error
         finally:
             state.end()
-
-    def send_to_member(self, member: int, x: Tensor, number: int) -> Handle:
-        """Begin to send a dense tensor to the rank of another member of ``pp`` at the same place on all other axes."""
-        collectives = self._collectives_of(PIPELINE)
-        return DONE if collectives is None else collectives.transport.send(number, member, x)
-
-    def receive_from_member(self, member: int, into: Tensor, number: int) -> Handle:
-        """Begin to receive what the rank of another member sends with ``number``."""
-        collectives = self._collectives_of(PIPELINE)
-        return DONE if collectives is None else collectives.transport.receive(number, member, into)
 
     def _begin(self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str) -> Handle:
         (out,), (sent,) = outs, ins

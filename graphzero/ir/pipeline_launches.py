@@ -1,0 +1,119 @@
+"""What each member of ``pp`` launches in a step, in order: its calls, and around them its sends and receives.
+
+A value is sent as soon as it is made.  Its receive is posted one call of the receiver ahead of the call that reads it,
+so that it arrives while that one runs; or earlier, where the same member is sent something behind it that is read
+first: from one member to another values travel in one queue, as on a communicator of NCCL.  A sender keeps a value
+until it has been received, and waits for that in front of its first call behind the one that reads it.
+
+So the order does not depend on how fast ranks are, and no ranks wait for each other in a circle: all calls could run
+one after the other in the order of ``PipelineProgram.calls``.  Then a value has been sent before the call that reads
+it, and so has all that its queue holds before it; and all of these have been posted.  ``check_launches`` replays it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple
+
+from graphzero.errors import ScheduleError
+from graphzero.ir.pipeline_parts import PipelineProgram
+from graphzero.schedules.circles import describe_circle
+from graphzero.schedules.queues import run_queues
+
+
+class LaunchKind(Enum):
+    """What is launched.  RELEASE: wait until a value has been sent, and let go of it.  POST: begin to receive a value.
+    ARRIVE: wait until it has been received."""
+
+    RELEASE = "the end of the send"
+    POST = "the receive"
+    ARRIVE = "the arrival"
+    CALL = "the call"
+    SEND = "the send"
+
+
+class Launch(NamedTuple):
+    """number: of a call or of a message, among all."""
+
+    kind: LaunchKind
+    number: int
+
+
+def list_launches(pipeline: PipelineProgram, member: int | None) -> list[Launch]:
+    """What the ranks of a member launch; None: one process that has the ranks of all members, which sends nothing.
+
+    At the end of the step everything is released, and then comes what goes to all members.
+    """
+    own = [i for i, call in enumerate(pipeline.calls) if pipeline.is_on(call, member)]
+    sends, posts, arrivals = defaultdict(list), defaultdict(list), defaultdict(list)
+    for number, message in enumerate(pipeline.messages):
+        if message.source == member:
+            sends[message.sent_after].append(number)
+        elif message.target == member:
+            posts[message.posted_before].append(number)
+            arrivals[message.read_by].append(number)
+    launches: list[Launch] = []
+    held: list[int] = []  # what is sent and not released
+    for i in own:
+        launches += [Launch(LaunchKind.RELEASE, number) for number in held if pipeline.messages[number].read_by < i]
+        held = [number for number in held if pipeline.messages[number].read_by > i]
+        launches += [Launch(LaunchKind.POST, number) for number in posts[i]]
+        launches += [Launch(LaunchKind.ARRIVE, number) for number in arrivals[i]]
+        launches.append(Launch(LaunchKind.CALL, i))
+        launches += [Launch(LaunchKind.SEND, number) for number in sends[i]]
+        held += sends[i]
+    return launches + [Launch(LaunchKind.RELEASE, number) for number in held]
+
+
+Item = tuple[int, Launch] | tuple[int, int]  # of a member: a launch, or its part in the transfer of a message
+
+
+def check_launches(pipeline: PipelineProgram) -> None:
+    """Raise ScheduleError unless all members come to the ends of their launches, whatever the transport.
+
+    The model is NCCL's, with a communicator for each member and direction: a transfer waits at the head of its queue
+    until its other end is at the head of the peer's, and begins behind what was launched before it.  Launches of a
+    member run in order; only RELEASE and ARRIVE wait for a transfer.
+    """
+    queues: dict[tuple[int, ...], list[Item]] = {}
+    posted = {LaunchKind.SEND, LaunchKind.POST}
+    launch_of: dict[Item, Item] = {}
+    for member in range(pipeline.schedule.ranks):
+        queues[member,] = []
+        for launch in list_launches(pipeline, member):
+            queues[member,].append((member, launch))
+            if launch.kind in posted:
+                message, transfer = pipeline.messages[launch.number], (member, launch.number)
+                queues.setdefault((member, message.source, message.target), []).append(transfer)
+                launch_of[transfer] = member, launch
+
+    def needs(item: Item) -> Iterator[Item]:
+        member, launch = item
+        if isinstance(launch, int):
+            yield launch_of[item]
+        elif launch.kind in (LaunchKind.RELEASE, LaunchKind.ARRIVE):
+            yield member, launch.number
+
+    ends = ((message.source, message.target) for message in pipeline.messages)
+    peer_of: dict[Item, Item] = {
+        (end, i): (pair[1 - at], i) for i, pair in enumerate(ends) for at, end in enumerate(pair)
+    }
+    queue_of = {item: queue for queue, items in queues.items() for item in items}
+    stops = run_queues(queues, needs, peer_of)
+    if stops:
+        head, text = describe_circle(stops, queue_of.__getitem__, lambda item: _describe(pipeline, item))
+        raise ScheduleError(f"the schedule {pipeline.schedule.name!r} does not end: {_describe(pipeline, head)} {text}")
+
+
+def _describe(pipeline: PipelineProgram, item: Item) -> str:
+    """ "the send of 'relu' behind 0F3"."""
+    member, launch = item
+    number = launch if isinstance(launch, int) else launch.number
+    kind = "the transfer" if isinstance(launch, int) else launch.kind.value
+    if kind == LaunchKind.CALL.value:
+        return f"{pipeline.label(pipeline.calls[number])} on member {member}"
+    message = pipeline.messages[number]
+    made_by = pipeline.label(pipeline.calls[message.sent_after])
+    return f"{kind} of '{message.slot[0].name}' of {made_by} on member {member}"
