@@ -85,14 +85,17 @@ def check_pipeline(settings: Settings, members: int) -> None:
             f"the placement has {members} ranks along pp, and no module is marked for a stage\n  Mark modules, "
             'config.set_stage(module, stage), for each stage from 0 on, or let them be chosen: config.set_stage("auto")'
         )
-    unsupported = {
-        "set_row_tiles": settings.row_tiles > 1,
-        "set_optimizer_in_backward": settings.optimizer_in_backward,
-        "set_cuda_graph": settings.cuda_graph,
+    instead = {  # by settings that are on: what works with stages
+        "set_row_tiles": settings.row_tiles > 1 and "more micro-batches, config.set_gradient_accumulation_steps(n)",
+        "set_optimizer_in_backward": settings.optimizer_in_backward
+        and "less to hold: config.enable_zero(stage=3), config.set_memory_budget(bytes)",
+        "set_cuda_graph": settings.cuda_graph and 'compiled parts, config.set_executor("inductor")',
     }
-    said = [name for name, is_set in unsupported.items() if is_set]
-    if has_stages and said:
-        raise ConfigError(f"pipeline stages do not work with {', '.join(said)} yet\n  Leave out one of them")
+    for name, alternative in instead.items():
+        if has_stages and alternative:
+            raise ConfigError(
+                f"pipeline stages do not work with {name} yet\n  Leave it out; what works with them is {alternative}"
+            )
 
 
 def in_micro_batches(

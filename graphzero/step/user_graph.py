@@ -15,7 +15,6 @@ from torch import nn
 from graphzero import _compat
 from graphzero.capture import LOSS_SCALE, AverageSpec, Carry, LossScale, OptimizerSpec, Step
 from graphzero.config import GraphConfig
-from graphzero.errors import ConfigError
 from graphzero.ir.value import Role
 from graphzero.logs import note_rank
 from graphzero.runtime.state.modules import register_optimizer
@@ -40,12 +39,6 @@ class UserGraph:
     """
 
     def __init__(self, owner: Any, whole: Placement, config: GraphConfig) -> None:
-        is_real = not (whole.virtual or launch.has_fake_world())
-        if whole.pipeline_members > 1 and is_real and whole.device_type != "cpu":
-            raise ConfigError(
-                f"{whole!r} has an axis pp: between processes, pipeline stages run on CPU ranks so far\n"
-                "  Say virtual=True, or leave the axis out"
-            )
         own = launch.own_rank()
         self.owner, self.config, self.whole_placement = owner, config, whole
         self.placement = whole.without_pipeline(0 if whole.virtual else whole.pipeline_member(own))

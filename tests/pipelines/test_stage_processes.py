@@ -10,7 +10,7 @@ import processes  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)
 
-FOUR_RANKS = processes.Checks(("stage_process_checks", "stage_timeline_checks"), 4)
+FOUR_RANKS = processes.Checks(("stage_process_checks", "stage_timeline_checks", "stage_group_checks"), 4)
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS.names)

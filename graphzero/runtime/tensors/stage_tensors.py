@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from graphzero.runtime.tensors.shards import is_whole, local_of, piece, position_of, wrap
 from graphzero.runtime.transport.communicator import communicator
 from graphzero.sbp.dtensor import nd_of_dtensor
-from graphzero.sbp.placement import Placement
+from graphzero.sbp.placement import PIPELINE, Placement
 from graphzero.sbp.types import Nd
 
 
@@ -70,6 +70,8 @@ def as_stage_tensor(x: DTensor, placement: Placement, member: int) -> DTensor:
 
 def connect_axes(placement: Placement) -> None:
     """Connect this rank along each axis, so that the ranks of a stage can exchange without the others; all call it."""
+    if placement.device_type != "cpu":  # the process groups of a mesh connect only their members
+        return
     connections, at = communicator(placement.ranks.ravel().tolist()), placement.coordinate(dist.get_rank())
     for axis, ranks in enumerate(placement.hierarchy):
         if ranks > 1:
@@ -79,7 +81,18 @@ def connect_axes(placement: Placement) -> None:
 
 def share_with_stages(x: Tensor, placement: Placement, member: int) -> None:
     """Fill a dense tensor of all ranks with the values that it has on those of one member; every rank calls it."""
+    if not x.numel():
+        return
+    flat = x.view(-1).view(torch.uint8)
+    if x.device.type != "cpu":
+        broadcast_along_pipeline(flat, placement, member)
+        return
     first = int(placement.without_pipeline(member).ranks.flat[0])
-    if x.numel():
-        flat = x.view(-1).view(torch.uint8)
-        communicator(placement.ranks.ravel().tolist()).fill(flat, first, f"what rank {first} holds")
+    communicator(placement.ranks.ravel().tolist()).fill(flat, first, f"what rank {first} holds")
+
+
+def broadcast_along_pipeline(x: Tensor, placement: Placement, member: int) -> None:
+    """Fill ``x`` with what it is on the rank of a member at the same place on all other axes; every rank calls it."""
+    at, axis = placement.coordinate(dist.get_rank()), placement.axis(PIPELINE)
+    source = int(placement.ranks[(*at[:axis], member, *at[axis + 1 :])])
+    dist.broadcast(x, src=source, group=placement.mesh().get_group(axis))

@@ -1,0 +1,152 @@
+"""What four processes check of messages between stages through process groups, as between GPUs: here of gloo."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from processes import slow
+from stage_process_checks import (
+    ADAM,
+    assert_same,
+    graph_on,
+    model_of,
+    real,
+    share,
+    stage_path,
+    train,
+    whole,
+)
+from stage_process_checks import check_an_error_of_one_stage_stops_all_and_the_next_call_works as _fails_and_goes_on
+from staged import batches, staged_graph, stages_of, tensors_of
+from torch import Tensor, nn
+
+import graphzero as gz
+from graphzero.runtime.transport.process_group_transport import ProcessGroupTransport
+from graphzero.runtime.world import process
+
+
+@contextmanager
+def process_groups() -> Iterator[None]:
+    """Messages of Graphs whose first step is taken here go as they do between GPUs."""
+    process.GROUPED_DEVICES.add("cpu")
+    try:
+        yield
+    finally:
+        process.GROUPED_DEVICES.discard("cpu")
+
+
+def check_process_groups_give_the_numbers_of_virtual_ranks() -> None:
+    with process_groups():
+        for schedule, stages, zero in [("1f1b", 2, 3), ("interleaved", 4, 0), ("zbv", 4, 2)]:
+            assert_same(
+                real(), model_of(), stages_of(4, stages), schedule=schedule, stage=zero, micro_batches=4, **ADAM
+            )
+
+
+@slow
+def check_process_groups_in_all_schedules() -> None:
+    names = ("gpipe", "1f1b", "zb1p", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv")
+    with process_groups():
+        for number, schedule in enumerate(names):
+            stages = 2 if schedule in ("gpipe", "1f1b", "zb1p") else 4
+            assert_same(
+                real(), model_of(tied=number % 2 == 0), stages_of(4, stages), schedule=schedule, stage=number % 4,
+                micro_batches=1 if number == 3 else 4, **ADAM,
+            )  # fmt: skip
+        assert_same(real((4,), ("pp",)), model_of(tied=True), stages_of(4, 4), micro_batches=2, **ADAM)
+        assert_same(real((2, 2), ("dp", "pp")), model_of(), stages_of(4, 2), stage=3, micro_batches=4, **ADAM)
+
+
+class Skipping(nn.Module):
+    """Layers whose first result the last one reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(5, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x + first)
+
+
+ODD_ROWS = [row.split() for row in (
+    "0F0 3F0 3B0 0F1 0B0 3F1 3B1 0B1",
+    "1F0 2F0 2B0 1F1 1B0 2F1 2B1 1B1",
+    "0F0 0F1 2F0 2F1 2I0 0I0 2W0 2I1 0W0 2W1 0I1 0W1",
+    "1F0 1F1 3F0 3I0 3F1 1I0 3W0 3I1 3W1 1W0 1I1 1W1",
+)]  # fmt: skip
+
+
+def check_process_groups_on_rows_of_a_user_with_values_that_skip_stages() -> None:
+    torch.manual_seed(4)
+    model, marks = Skipping(), {"model.first": 0, "model.layers.0": 1, "model.layers.1": 2, "model.head": 3}
+    with process_groups():
+        assert_same(real(), model, marks, schedule=ODD_ROWS[:2], micro_batches=2, **ADAM)
+        assert_same(real(), model, marks, schedule=ODD_ROWS[2:], stage=2, micro_batches=2, **ADAM)
+
+
+def check_process_groups_evaluate_save_and_load() -> None:
+    where, model = real(), model_of()
+    x, y = batches(1)[0]
+    with process_groups():
+        step = staged_graph(model, stages_of(4, 2), where, stage=3, micro_batches=4, **ADAM)
+        train(step, where)
+        rows = [["0F0", "0F1"], ["1F0", "1F1"]]  # of evaluation alone
+        evaluation = staged_graph(
+            model, stages_of(4, 2), where, rows, optimizer=lambda params: None, micro_batches=2
+        )  # fmt: skip
+        _, scores = evaluation(share(x, where), share(y, where))
+        copy_of = model_of(9)
+        copy_of.load_state_dict(step.full_state_dict()["modules"]["model"])
+        assert torch.allclose(whole(scores, where), copy_of(x), atol=1e-6)
+        folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folder)
+        gz.save(step, folder[0])
+        other = graph_on(where, model_of(5), stages_of(4, 4), schedule="zbv", stage=1, micro_batches=4, **ADAM)
+        gz.load(other, folder[0])
+        assert all(map(torch.equal, tensors_of(other.full_state_dict()), tensors_of(step.full_state_dict())))
+        assert isinstance(step._source.world._stage_transport, ProcessGroupTransport)
+
+
+def check_process_groups_behind_an_error_of_one_stage() -> None:
+    with process_groups():
+        _fails_and_goes_on()
+
+
+def check_ranks_that_only_receive_scalars_are_marked_when_that_fails() -> None:
+    where = real()
+    model = model_of()
+    for name, p in model.named_parameters():
+        p.requires_grad_(stages_of(4, 2)[stage_path(name)] == 1)  # stage 0 writes nothing
+    step = staged_graph(model, stages_of(4, 2), where, micro_batches=2)
+    batch = [share(x, where) for x in batches(1)[0]]
+    step(*batch)
+    saved, state, world = step.full_state_dict(), step._source.state(), step._source.world
+    executor, is_last = step._selection.last.part._executor, where.pipeline_member(dist.get_rank()) == 1
+    assert executor.messages.writers and set(executor.messages.writers.values()) == {1}
+    assert any(part.writes_state for part in executor.executors.values()) is is_last
+    plain = world.wait_for_members
+
+    def fail(handle: Any, members: Any, purpose: str) -> None:
+        if purpose == "to end the step":
+            raise RuntimeError("stopped while scalars are shared")
+        plain(handle, members, purpose)
+
+    world.wait_for_members = fail
+    try:
+        step(*batch)
+    except Exception as error:  # noqa: BLE001
+        assert "stopped while scalars are shared" in str(error), error
+    world.wait_for_members = plain
+    assert "ended in the middle of its update" in state.partial_update_reason()
+    step.load_state_dict(saved)
+    assert not state.partial_update_reason()
+    step(*batch)
