@@ -224,10 +224,11 @@ def test_what_does_not_work_with_stages_says_so_and_what_does() -> None:
         (lambda config: config.set_optimizer_in_backward(True), "set_memory_budget"),
         (lambda config: config.set_cuda_graph(True), 'set_executor."inductor"'),
     ]:
-        refused = staged_graph(Net(), stages_of(4, 2), placement(2, 2), micro_batches=4)
+        gpus = gz.placement("cuda", [[0, 1], [2, 3]], names=("pp", "dp"), virtual=True)
+        refused = staged_graph(Net(), stages_of(4, 2), gpus, micro_batches=4)
         set_it(refused.config)
         with pytest.raises(ConfigError, match=rf"pipeline stages do not work with set_\w+ yet\n  Leave.*{instead}"):
-            refused(*batches(1)[0])
+            refused.compile(*batches(1)[0])
 
 
 def test_a_call_that_fails_in_the_middle_leaves_the_step_as_it_was() -> None:
