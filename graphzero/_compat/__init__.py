@@ -70,6 +70,7 @@ from graphzero._compat.modes import (
 from graphzero._compat.objects import (
     COUNTS_ATTRIBUTES,
     accumulation_hooks,
+    alias,
     alike,
     dict_version,
     gradient_hooks,
@@ -133,6 +134,7 @@ __all__ = [
     "accumulation_hooks",
     "add_autocast",
     "add_node",
+    "alias",
     "alike",
     "all_gather_single",
     "annotate",

@@ -116,6 +116,12 @@ def is_dtensor(x: Any) -> TypeGuard[DTensor]:
     return isinstance(x, DTensor)
 
 
+def alias(x: DTensor) -> DTensor:
+    """A detached DTensor in the same storage, also on ranks that hold nothing of it: ``detach`` makes one of its own
+    there."""
+    return DTensor(x._local_tensor.detach(), x._spec, requires_grad=False)
+
+
 def local_tensor(x: Tensor) -> Tensor:
     """This process' own piece of a DTensor, not a view of it; a plain tensor itself."""
     return x._local_tensor if is_dtensor(x) else x

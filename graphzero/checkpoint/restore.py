@@ -168,7 +168,7 @@ class RestoreOperation:
 
     def _module_reads(self, name: str, module: nn.Module) -> Iterator[TensorRead]:
         """Reads straight into a module's tensors: of all of them, if its state dict consists of these."""
-        given, current = self.valid.modules.get(name, {}), module.state_dict()
+        given, current = self.valid.modules.get(name, {}), tree.module_state_dict(module)
         if _holds_own_tensors(module, current):
             for key, x in current.items():
                 if isinstance(x, Tensor) and id(given.get(key)) in self._stand_ins:  # else it stays as it is here
@@ -176,7 +176,7 @@ class RestoreOperation:
 
     def _load_other_values(self, name: str, module: nn.Module) -> None:
         """Let a module load values that are not its tensors, and run its hooks."""
-        given, current = self.valid.modules.get(name), module.state_dict()
+        given, current = self.valid.modules.get(name), tree.module_state_dict(module)
         if given is None:
             return
         is_own = _holds_own_tensors(module, current)

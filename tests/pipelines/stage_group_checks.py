@@ -63,12 +63,13 @@ def check_process_groups_in_all_schedules() -> None:
 
 
 class Skipping(nn.Module):
-    """Layers whose first result the last one reads too."""
+    """Layers whose first result the last one reads too, and two that share their weight."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.layers = nn.Linear(5, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.head = nn.Linear(8, 5)
+        self.layers[1].weight = self.layers[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
         first = x = self.first(x)
@@ -91,6 +92,18 @@ def check_process_groups_on_rows_of_a_user_with_values_that_skip_stages() -> Non
     with process_groups():
         assert_same(real(), model, marks, schedule=ODD_ROWS[:2], micro_batches=2, **ADAM)
         assert_same(real(), model, marks, schedule=ODD_ROWS[2:], stage=2, micro_batches=2, **ADAM)
+        step, other = (
+            graph_on(real(), net, marks, schedule=ODD_ROWS[:2], stage=3, micro_batches=2) for net in (model, Skipping())
+        )
+        train(step, real())
+        folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folder)
+        gz.save(step, folder[0])
+        gz.load(other, folder[0])
+        for full in (step.full_state_dict(), other.full_state_dict()):
+            weights = full["modules"]["model"]
+            assert weights["layers.0.weight"].data_ptr() == weights["layers.1.weight"].data_ptr()
+        assert all(map(torch.equal, train(step, real()), train(other, real())))
 
 
 def check_process_groups_evaluate_save_and_load() -> None:

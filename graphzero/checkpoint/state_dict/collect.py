@@ -63,7 +63,7 @@ def outline(state: State, schedulers: Sequence[Any], graph: StepGraph | None, sp
         order = [name for group in groups for name in group["params"]]
         optimizers.append({"state": {name: states[name] for name in order if name in states}, "param_groups": groups})
     return {
-        "modules": {name: module.state_dict() for name, module in state.modules.items()},
+        "modules": {name: tree.module_state_dict(module) for name, module in state.modules.items()},
         "optimizers": optimizers,
         "schedulers": [None if s is None else s.state_dict() for s in schedulers],
         "random": {"seed": state.random.seed, "step": state.random.step},

@@ -89,7 +89,7 @@ def _is_same_storage(x: Tensor, given: Any) -> bool:
 
 
 def load_module(module: nn.Module, given: Mapping[str, Any], state: State, strict: bool) -> None:
-    current = module.state_dict()
+    current = tree.module_state_dict(module)
     values = OrderedDict(
         (key, _laid_out_like(x, current.get(key), state)) for key, x in given.items() if isinstance(key, str)
     )

@@ -169,7 +169,7 @@ class _Validator(StateDictComparison):
         self._names = tree.paths_by_id(self._tensors)
 
     def check_modules(self, given_modules: Mapping[str, Mapping[str, Any]]) -> None:
-        current_modules = {name: module.state_dict() for name, module in self._state.modules.items()}
+        current_modules = {name: tree.module_state_dict(module) for name, module in self._state.modules.items()}
         self.compare_names("modules.", filter(current_modules.get, current_modules), given_modules, current_modules)
         for name, current in current_modules.items():
             if name not in given_modules:

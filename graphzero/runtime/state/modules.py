@@ -5,6 +5,7 @@ A tensor's path is ``attribute.fqn``; a tied one has the first name that a walk 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
@@ -21,6 +23,7 @@ from graphzero import _compat
 from graphzero.errors import CaptureError, ConfigError
 from graphzero.ir.storage.overlap import without_copies
 from graphzero.runtime.state import partial_update
+from graphzero.runtime.tensors.stage_tensors import is_here
 from graphzero.runtime.transport.communicator import communicator
 from graphzero.runtime.world.consensus import tensor_text
 from graphzero.runtime.world.launch import has_fake_world
@@ -150,6 +153,21 @@ def put_tensor(entry: ModuleTensor, x: Tensor) -> None:
             setattr(module, name, x)  # modules that keep their own lists (nn.LSTM) follow
         else:
             module._buffers[name] = x
+
+
+def module_state_dict(module: nn.Module) -> dict[str, Any]:
+    """``module.state_dict()``, in which a tensor of other ranks, too, lies where the module's own does.
+
+    Detached, a DTensor of which this rank holds nothing is in a storage of its own, as if it were not tied to another.
+    """
+    values = module.state_dict()
+    named = itertools.chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    )
+    for name, x in named:
+        if not is_here(x) and isinstance(x, DTensor) and isinstance(values.get(name), DTensor):
+            values[name] = _compat.alias(x)
+    return values
 
 
 def copy_attributes(new: Tensor, old: Tensor) -> Tensor:
