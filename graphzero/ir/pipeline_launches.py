@@ -34,14 +34,14 @@ class LaunchKind(Enum):
     SEND = "the send"
 
 
-class Launch(NamedTuple):
+class StageLaunch(NamedTuple):
     """number: of a call or of a message, among all."""
 
     kind: LaunchKind
     number: int
 
 
-def list_launches(pipeline: PipelineProgram, member: int | None) -> list[Launch]:
+def list_launches(pipeline: PipelineProgram, member: int | None) -> list[StageLaunch]:
     """What the ranks of a member launch; None: one process that has the ranks of all members, which sends nothing.
 
     At the end of the step everything is released, and then comes what goes to all members.
@@ -54,20 +54,22 @@ def list_launches(pipeline: PipelineProgram, member: int | None) -> list[Launch]
         elif message.target == member:
             posts[message.posted_before].append(number)
             arrivals[message.read_by].append(number)
-    launches: list[Launch] = []
+    launches: list[StageLaunch] = []
     held: list[int] = []  # what is sent and not released
     for i in own:
-        launches += [Launch(LaunchKind.RELEASE, number) for number in held if pipeline.messages[number].read_by < i]
+        launches += [
+            StageLaunch(LaunchKind.RELEASE, number) for number in held if pipeline.messages[number].read_by < i
+        ]
         held = [number for number in held if pipeline.messages[number].read_by > i]
-        launches += [Launch(LaunchKind.POST, number) for number in posts[i]]
-        launches += [Launch(LaunchKind.ARRIVE, number) for number in arrivals[i]]
-        launches.append(Launch(LaunchKind.CALL, i))
-        launches += [Launch(LaunchKind.SEND, number) for number in sends[i]]
+        launches += [StageLaunch(LaunchKind.POST, number) for number in posts[i]]
+        launches += [StageLaunch(LaunchKind.ARRIVE, number) for number in arrivals[i]]
+        launches.append(StageLaunch(LaunchKind.CALL, i))
+        launches += [StageLaunch(LaunchKind.SEND, number) for number in sends[i]]
         held += sends[i]
-    return launches + [Launch(LaunchKind.RELEASE, number) for number in held]
+    return launches + [StageLaunch(LaunchKind.RELEASE, number) for number in held]
 
 
-Item = tuple[int, Launch] | tuple[int, int]  # of a member: a launch, or its part in the transfer of a message
+Item = tuple[int, StageLaunch] | tuple[int, int]  # of a member: a launch, or its part in the transfer of a message
 
 
 def check_launches(pipeline: PipelineProgram) -> None:
