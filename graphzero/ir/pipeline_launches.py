@@ -55,18 +55,18 @@ def list_launches(pipeline: PipelineProgram, member: int | None) -> list[StageLa
             posts[message.posted_before].append(number)
             arrivals[message.read_by].append(number)
     launches: list[StageLaunch] = []
-    held: list[int] = []  # what is sent and not released
+    unreleased: list[int] = []
     for i in own:
         launches += [
-            StageLaunch(LaunchKind.RELEASE, number) for number in held if pipeline.messages[number].read_by < i
+            StageLaunch(LaunchKind.RELEASE, number) for number in unreleased if pipeline.messages[number].read_by < i
         ]
-        held = [number for number in held if pipeline.messages[number].read_by > i]
+        unreleased = [number for number in unreleased if pipeline.messages[number].read_by > i]
         launches += [StageLaunch(LaunchKind.POST, number) for number in posts[i]]
         launches += [StageLaunch(LaunchKind.ARRIVE, number) for number in arrivals[i]]
         launches.append(StageLaunch(LaunchKind.CALL, i))
         launches += [StageLaunch(LaunchKind.SEND, number) for number in sends[i]]
-        held += sends[i]
-    return launches + [StageLaunch(LaunchKind.RELEASE, number) for number in held]
+        unreleased += sends[i]
+    return launches + [StageLaunch(LaunchKind.RELEASE, number) for number in unreleased]
 
 
 Item = tuple[int, StageLaunch] | tuple[int, int]  # of a member: a launch, or its part in the transfer of a message
