@@ -151,3 +151,105 @@ def splits_of_attention(graph: TrainGraph) -> set[str]:
     names = graph.placement.names
     nds = [gz.sbp.of(node)[0] for node in graph.program.nodes if node.target is ATTENTION]
     return {str(sbp) for nd in nds for name, sbp in zip(names, nd, strict=True) if name[0] == "c"}
+
+
+@pytest.mark.parametrize(
+    "heads", [(6, 2), *(pytest.param(heads, marks=pytest.mark.slow) for heads in ((7, 7), (6, 1)))]
+)
+def test_any_number_of_heads_is_exact_on_four_ranks(heads) -> None:
+    """Uneven pieces of heads; heads that leave a rank none, so that keys are gathered; one head of keys for all."""
+    assert_parity(graph_of(Gpt(heads).double(), placed(cp=4)))
+
+
+@pytest.mark.parametrize("way", ["exchange", pytest.param("gather", marks=pytest.mark.slow)])
+def test_dropout_draws_the_same_however_the_sequence_lies(way) -> None:
+    losses = []
+    for placement in (placed(dp=1), placed(cp=4), placed(dp=2, cp=2)):
+        graph = graph_of(Gpt((4, 2), dropout=0.3).double(), placement)
+        graph.config.set_split_attention(way)
+        losses.append([graph(*batch()).item() for _ in range(2)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-10)
+
+
+def test_beside_a_tensor_axis_heads_travel_along_the_sequences_axis_alone() -> None:
+    placement, model = placed(cp=2, tp=2), Gpt((8, 4)).double()
+    columns, rows = (B, S(0)), (B, S(1))
+    splits = {f"*.{name}.*": columns for name in "qkv"} | {"*.up.*": columns, "*.o.weight": rows, "*.down.weight": rows}
+    gz.to_global(model, placement=placement, sbp=splits)
+    graph = graph_of(model, placement)
+    assert_parity(graph)
+    assert {c.axis for c in graph.plan.collectives if c.kind == "all_to_all"} == {"cp"}
+
+
+@pytest.mark.slow
+def test_mixed_precision_on_a_split_sequence_is_within_its_rounding() -> None:
+    losses = [
+        [graph_of(Gpt((8, 4)), placement, dtype=torch.bfloat16)(*batch()).item()]
+        for placement in (placed(dp=1), placed(cp=4))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_what_backward_recomputes_is_exact_on_a_split_sequence() -> None:
+    graph = graph_of(Gpt((8, 4), layers=2).double(), placed(cp=4))
+    graph.config.set_activation_memory("checkpoint")
+    assert_parity(graph)
+
+
+# ---- what travels, and what is held
+
+
+def layer_graph(ranks: int, heads: tuple[int, int], way: str, length: int = 64) -> TrainGraph:
+    """Attention and projections without a loss over classes, compiled on meta; a row of a sequence."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"block": Block(heads, 0.0)})
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model["block"](x, None).square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graph = TrainGraph(model, loss, optimizer, placement=placed(cp=ranks))
+    graph.config.set_input("x", sbp=S(1))
+    graph.config.set_split_attention(way)
+    return graph.compile(torch.empty(1, length, WIDTH, device="meta"))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("keys", [1, 2, 8])
+def test_bytes_are_those_of_the_closed_forms(ranks: int, keys: int) -> None:
+    of_queries, of_keys, share = 64 * 8 * DIM * 4, 64 * keys * DIM * 4, (ranks - 1) / ranks
+    sent = transfers(layer_graph(ranks, (8, keys), "gather"))
+    assert sent.pop("all_reduce", 0) <= 8 * share
+    assert sent == {"all_gather": 2 * of_keys * share, "reduce_scatter": 2 * of_keys * share}
+    if keys % ranks == 0:
+        sent = transfers(layer_graph(ranks, (8, keys), "exchange"))
+        assert sent.pop("all_reduce", 0) <= 8 * share
+        assert sent == {"all_to_all": 4 * (of_queries + of_keys) * share / ranks}
+
+
+def test_activations_are_held_in_as_many_pieces_as_there_are_ranks() -> None:
+    """What attention makes is held twice, as pieces of heads and as pieces of the sequence."""
+    one, eight = (layer_graph(ranks, (8, 8), "exchange", 512).plan.memory.at_peak["activations"] for ranks in (1, 8))
+    assert eight == pytest.approx((one + 512 * 8 * DIM * 4) / 8, abs=16)
+
+
+@pytest.mark.parametrize(("way", "heads"), [("exchange", (8, 4)), ("gather", (8, 4)), ("gather", (3, 3))])
+def test_a_call_sends_what_the_plan_says(way, heads) -> None:
+    with gz.testing.fake_world(4, rank=3):
+        graph = graph_of(Gpt(heads, dropout=0.1), gz.placement("cpu", range(4), names=("cp",)), stage=3, axis="cp")
+        graph.config.set_split_attention(way)
+        inputs = [x[:, :4].contiguous() for x in batch()]
+        graph(*inputs)
+        graph._source.world.trace = []
+        graph(*inputs)
+        sent = [(entry.kind, entry.axis, entry.nbytes) for entry in graph._source.world.trace]
+        assert sent == [(entry.kind, entry.axis, entry.bytes) for entry in graph.plan.collectives]
+
+
+def test_an_explanation_shows_the_bytes_of_both_ways() -> None:
+    graph = layer_graph(4, (8, 4), "auto")
+    assert "attention over a sequence that cp splits: exchange 4,608 B, gather 6,144 B" in str(
+        gz.explain(graph, "attention")
+    )

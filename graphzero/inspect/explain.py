@@ -20,11 +20,13 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.printer import print_line
 from graphzero.ir.transfer import delivered
 from graphzero.ir.verifier.verify import examine
-from graphzero.ops import AS_GLOBAL, AS_LOCAL
+from graphzero.ops import AS_GLOBAL, AS_LOCAL, ATTENTION
 from graphzero.passes import Expand
-from graphzero.passes.place.forward_sweep import AxisPropagation, Option
+from graphzero.passes.place.attention_ways import split_sequence
+from graphzero.passes.place.forward_sweep import AxisPropagation, Option, swept
 from graphzero.passes.place.propagate import propagation
 from graphzero.sbp import boxing, registry
+from graphzero.sbp.link_costs import Links
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, P, Sbp
 
@@ -79,16 +81,18 @@ class Explanation:
     """Result of ``explain``: the value's line, its source, and one choice per placement axis.
 
     places: of pipeline stages, in words: in which parts it is computed, and what hands it over.
+    ways: of attention over a split sequence: what each way would send.
     """
 
     line: str
     source: str
     choices: list[SbpChoice]
     places: list[str] = field(default_factory=list)
+    ways: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         head = f"{self.line}" + (f"    {self.source}" if self.source else "")
-        lines = [*self.places, *(line for choice in self.choices for line in choice.lines())]
+        lines = [*self.places, *self.ways, *(line for choice in self.choices for line in choice.lines())]
         return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
@@ -117,7 +121,25 @@ def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
             places = place_lines(pipeline, program.graph, part, name)
             later[:0] = [part.graph] if part is not None else []
     node = _find(expanded, name, later)
-    return Explanation(print_line(node), value.source_of(node), [_choice(axis, node) for axis in axes], places)
+    ways = _ways(graph, node.name, links) if node.target is ATTENTION else []
+    return Explanation(print_line(node), value.source_of(node), [_choice(axis, node) for axis in axes], places, ways)
+
+
+def _ways(graph: Graph | StepGraph, name: str, links: Links) -> list[str]:
+    """What the ways of an attention over a split sequence would send, on each axis that splits it."""
+    before = graph
+    if isinstance(graph, Graph):
+        before = next(record for record in graph.history if record.name == "split_attention").before
+    assert isinstance(before, StepGraph)
+    lines = []
+    for axis in swept(before, links):
+        sequence = split_sequence(axis, before.node(name))
+        ways = sequence.ways if sequence is not None else {}
+        if sequence is not None and ways:
+            prices = (f"{way} {sequence.price(pins):,.0f} B" for way, pins in ways.items())
+            axis_name = before.placement.names[axis.axis]
+            lines.append(f"attention over a sequence that {axis_name} splits: {', '.join(prices)}")
+    return lines
 
 
 def _given(graph: Graph | StepGraph) -> StepGraph:

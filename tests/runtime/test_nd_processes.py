@@ -1,4 +1,4 @@
-"""Graphs on n-d grids of real gloo processes: see ``nd_process_checks`` and ``layout_checks``."""
+"""Graphs on n-d grids of real gloo processes: see ``nd_process_checks``, ``layout_checks``, ``sequence_checks``."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import processes  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a set of processes makes all checks
-GRIDS, LAYOUTS = ("nd_process_checks",), ("layout_checks",)
+GRIDS, LAYOUTS = ("nd_process_checks",), ("layout_checks", "sequence_checks")
 
 
 @pytest.fixture(scope="module")
