@@ -302,7 +302,7 @@ KEYS = (
         idle_where("autotp_size", 0, 1),
     ),
     _section("pipeline", REFUSED, "the JSON's pipeline is for PipelineModule; take it out", idle_at({})),
-    _section("expert_parallel", REFUSED, "gz.local_region dispatches tokens to experts; take it out"),
+    _section("expert_parallel", REFUSED, "a split of the experts' weights: docs/experts.md; take it out"),
     _replaced("use_data_before_expert_parallelism", "names of a placement's axes say their order"),
     # ---- what would compute something else
     _section("compression_training", REFUSED, _NOT_HERE),
