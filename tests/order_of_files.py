@@ -16,5 +16,5 @@ LONGEST = (
     "test_state_dict_fuzz.py", "test_optimizer_in_backward.py", "test_bfloat16_masters.py", "test_first_step.py",
     "test_arena.py", "test_inplace_to_pure.py", "test_micro_plan.py", "test_exact.py", "test_vocabulary.py",
     "test_regions.py", "test_plan.py", "test_replay.py", "test_checks.py", "test_tile_rows.py",
-    "test_torch_optimizers.py", "test_faults.py",
+    "test_torch_optimizers.py", "test_faults.py", "test_experts.py", "test_planned_splits.py",
 )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from graphs import TrainGraph
 from mixtures import Mixture, TwoLayers
+from torch.utils.checkpoint import checkpoint
 from toys import history, lines
 
 import graphzero as gz
@@ -38,17 +39,21 @@ def model_of(**options: Any) -> TwoLayers:
     return TwoLayers(**options).double()
 
 
-def train(graph_model: torch.nn.Module, place: gz.Placement, *nd: Any, **settings: Any) -> TrainGraph:
+def train(
+    graph_model: torch.nn.Module, place: gz.Placement, *nd: Any, configure: Callable[[TrainGraph], Any] = id,
+    loss_fn: Callable[..., torch.Tensor] = loss_of, **settings: Any,
+) -> TrainGraph:  # fmt: skip
     """Two steps of a Graph and of plain PyTorch, which must agree in losses and in all that the steps have changed."""
     twin = copy.deepcopy(graph_model)
     nd = nd or (*(B,) * (len(place.names) - 1), S(0))
     gz.to_global(graph_model, place, {"*.up": nd, "*.down": nd})
-    graph = TrainGraph(graph_model, loss_of, torch.optim.AdamW(graph_model.parameters(), lr=0.01), placement=place,
+    graph = TrainGraph(graph_model, loss_fn, torch.optim.AdamW(graph_model.parameters(), lr=0.01), placement=place,
                        **settings)  # fmt: skip
+    configure(graph)
     optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
     for step in range(2):
         optimizer.zero_grad()
-        loss = twin(batch(step))
+        loss = loss_fn(twin, batch(step))
         loss.backward()
         optimizer.step()
         torch.testing.assert_close(graph(batch(step)), loss.detach(), rtol=1e-9, atol=1e-9)
@@ -131,6 +136,37 @@ def test_experts_that_ranks_do_not_divide_are_gathered_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="4 experts are split over 3 ranks of ep, which does not divide them"):
         graph = train(model_of(), virtual(ep=3))
     assert any(c.kind == "all_gather" for c in graph.plan.collectives)
+
+
+def recomputed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """The loss with layers that are computed again in backward: that sorts again, and has ends of groups of its own."""
+    x = model.stem(x)
+    h = x + checkpoint(model.first, x, use_reentrant=False)
+    y: torch.Tensor = model.head(h + checkpoint(model.second, h, use_reentrant=False))
+    return y.square().mean()
+
+
+def in_two_stages(graph: TrainGraph) -> None:
+    parts: Any = graph.model
+    for part, stage in ((parts.stem, 0), (parts.first, 0), (parts.second, 1), (parts.head, 1)):
+        graph.config.set_stage(part, stage)
+
+
+BESIDE: dict[str, tuple[dict[str, int], tuple[Any, ...], dict[str, Any]]] = {
+    "torch.utils.checkpoint": ({"ep": 2}, (), {"loss_fn": recomputed}),
+    "pipeline stages": ({"pp": 2, "ep": 2}, (), {"configure": in_two_stages}),
+    "a budget at stage 3": ({"dp": 2}, (B,), {"stage": 3, "configure": lambda g: g.config.set_memory_budget(60000)}),
+    "two data axes": ({"dp_replicate": 2, "dp_shard": 2}, (B, B), {"stage": 3, "axis": "dp_shard"}),
+    "two axes that split experts": ({"dp": 2, "ep": 2}, (S(0), S(0)), {}),
+    "experts split inside": ({"ep": 2, "tp": 2}, (S(0), S(1)), {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BESIDE)
+def test_experts_beside_other_splits_and_settings(case: str) -> None:
+    axes, nd, settings = BESIDE[case]
+    train(model_of(), virtual(**axes), *nd, **settings)
 
 
 # ---- which rows are whose
