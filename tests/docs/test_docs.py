@@ -9,7 +9,7 @@ from doc_blocks import PAGES, ROOT, Block, accepted, blocks_of, problems, run
 PAGE = pytest.mark.parametrize("path", PAGES, ids=[path.name for path in PAGES])
 LONG = (  # pages whose blocks take seconds
     "debugging.md", "examples_of_passes.md", "experts.md", "loops.md", "optimizers.md", "precision.md",
-    "tensor_parallel.md", "tune.md", "zero.md",
+    "sequences.md", "tensor_parallel.md", "tune.md", "zero.md",
 )  # fmt: skip
 
 

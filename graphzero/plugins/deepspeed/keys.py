@@ -294,7 +294,7 @@ KEYS = (
     _section("autotuning", REPLACED, "enable_zero(stage='auto') and set_memory_budget"),
     _section("aio", REPLACED, _NO_OFFLOAD, always),
     _section("elasticity", REFUSED, "the batch would follow from the ranks; write the batch sizes, and take it out"),
-    _refused("sequence_parallel_size", "a placement with a second axis splits sequences: docs/sbp.md", idle_at(1)),
+    _refused("sequence_parallel_size", "a second axis of a placement splits them: docs/sequences.md", idle_at(1)),
     _section(
         "tensor_parallel",
         REFUSED,
