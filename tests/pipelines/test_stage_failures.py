@@ -5,6 +5,7 @@ import os
 import queue
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,25 @@ from staged import Net, batches, staged_graph, stages_of
 
 import graphzero as gz
 from graphzero.runtime.transport import communicator, process_monitor
+from graphzero.runtime.world import process
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
 import failure_toys  # noqa: E402
 
+GROUPS = "gloo through process groups"  # as messages go between GPUs
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+
+def through_groups(work, rank):
+    process.GROUPED_DEVICES.add("cpu")
+    return work(rank)
+
+
+def run(work, folder, way):
+    if way == GROUPS:
+        return failure_toys.run(partial(through_groups, work), 2, folder, "gloo")
+    return failure_toys.run(work, 2, folder, way)
 
 
 def pipeline_graph():
@@ -57,9 +72,9 @@ def is_late(rank):
     return texts
 
 
-@pytest.mark.parametrize("way", failure_toys.WAYS)
+@pytest.mark.parametrize("way", [*failure_toys.WAYS, GROUPS])
 def test_a_rank_says_for_what_it_waits_long_and_what_the_other_does(way, tmp_path):
-    told = failure_toys.run(is_late, 2, tmp_path, way)
+    told = run(is_late, tmp_path, way)
     texts = [text for text in told[0] if "has waited" in text and "backward" in text]
     assert texts and not any("has waited" in text for text in told[1] if "backward" in text), told
     assert any(
@@ -81,9 +96,9 @@ def is_killed(rank):
     return "it went on", 0.0
 
 
-@pytest.mark.parametrize("way", [*failure_toys.WAYS, failure_toys.FAR])
+@pytest.mark.parametrize("way", [*failure_toys.WAYS, GROUPS, failure_toys.FAR])
 def test_a_rank_that_ends_in_the_middle_of_a_schedule_ends_the_others_with_its_name(way, tmp_path):
-    told = failure_toys.run(is_killed, 2, tmp_path, way)
+    told = run(is_killed, tmp_path, way)
     assert list(told) == [0]
     text, seconds = told[0]
     assert "rank 1" in text and ("has ended" in text or "ended in" in text), text
@@ -106,8 +121,8 @@ def raises(rank):
     return "it went on"
 
 
-@pytest.mark.parametrize("way", failure_toys.WAYS)
+@pytest.mark.parametrize("way", [*failure_toys.WAYS, GROUPS])
 def test_an_error_of_one_stage_is_told_on_the_others(way, tmp_path):
-    told = failure_toys.run(raises, 2, tmp_path, way)
+    told = run(raises, tmp_path, way)
     assert "a kernel of stage 1 fails" in told[0] and "rank 1" in told[0]
     assert "a kernel of stage 1 fails" in told[1]

@@ -77,8 +77,8 @@ class ProcessGroupTransport(MessageTransport):
             _compat.break_gloo(group)
 
     def shut_down(self) -> None:
-        """Let go of all process groups when their messages have arrived; every rank of the line calls it."""
-        for group in self._groups():
+        """End NCCL's communicators when their messages have arrived; every rank of the line calls it."""
+        for group in self._groups() if self.device.type != "cpu" else ():
             group.shutdown()
 
     def _groups(self) -> list[Any]:
