@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from graphs import TrainGraph
 from mixtures import Mixture, TwoLayers
 from torch.utils.checkpoint import checkpoint
-from toys import history, lines
+from toys import history, lines, lower
 
 import graphzero as gz
 from graphzero.passes.place import expert_region
 from graphzero.sbp import B, S
+from graphzero.testing import assert_same_step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:no axis of"),
@@ -249,19 +250,43 @@ def test_nothing_is_summed_between_products_where_rows_do_not_mix(one: int) -> N
 # ---- the pass, in text
 
 TEXT = """
-graph experts(ep=2)
-  x    = batch() : f32[6, 4]     B!
-  w    = param() : f32[4, 4, 4]  S(0)!
-  ends = batch() : i32[4]        B!
+graph experts(ep={ranks})
+  x = batch() : f64[6, 4]     B!
+  v = batch() : f64[4, 6]     B!
+  k = batch() : f64[6]        B!
+  w = param() : f64[4, 4, 4]  S(0)!
 forward:
-  u    = use(w)                  : f32[4, 4, 4]  S(0)!
-  y    = grouped_mm(x, u, ends)  : f32[6, 4]
-  r    = {op}
-  s    = sum.dim_IntList(r, [0]) : f32[4]
-  return s
+  u    = use(w)                          : f64[4, 4, 4]  S(0)!
+  n    = histc(k, 4, -99, 99)            : f64[4]
+  ends = cumsum(n, 0, dtype=torch.int32) : i32[4]
+{ops}
+  return {result}
 """
+OPS = {
+    "rows": ("y = grouped_mm(x, u, ends) : f64[6, 4]\nz = relu(y) : f64[6, 4]", "z"),
+    "columns": ("y = grouped_mm(u, v, ends) : f64[4, 6]\nz = relu(y) : f64[4, 6]", "z"),
+    "columns of rows": (
+        "y = grouped_mm(x, u, ends) : f64[6, 4]\nt = t(y) : f64[4, 6]\nz = grouped_mm(u, t, ends) : f64[4, 6]", "z"),
+    "both operands of a weight's gradient": (
+        "y = grouped_mm(x, u, ends) : f64[6, 4]\nt = t(y) : f64[4, 6]\nz = grouped_mm(t, y, ends) : f64[4, 4, 4]", "z"),
+    "truth values": ("y = grouped_mm(x, u, ends) : f64[6, 4]\nz = gt.Scalar(y, 0.5) : bool[6, 4]", "z"),
+    "the shape alone": ("y = grouped_mm(x, u, ends) : f64[6, 4]\nz = ones_like(y) : f64[6, 4]", "z, y"),
+}  # fmt: skip
+
+
+def text_of(ops: str, ranks: int) -> str:
+    lines_of, result = OPS[ops]
+    return TEXT.format(ops="\n".join(f"  {line}" for line in lines_of.splitlines()), result=result, ranks=ranks)
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_products_of_every_form_are_those_of_one_rank(ops: str) -> None:
+    products = lines(history(text_of(ops, 2))["localize"].after, "= grouped_mm(")
+    assert products and all("select" in line for line in products)  # where the first group of a rank begins
+    assert_same_step(lower(text_of(ops, 1).replace("S(0)", "B")), lower(text_of(ops, 2)), rtol=1e-12, atol=1e-12)
 
 
 def test_an_op_that_only_reads_a_shape_stays_outside() -> None:
-    text = str(history(TEXT.format(op="zeros_like(y) : f32[6, 4]"))["split_experts"].after)
-    assert "as_global" not in text
+    after = history(text_of("the shape alone", 2))["split_experts"].after
+    assert [line.split(" ")[2] for line in lines(after, "= ones_like(")] == ["ones_like(y)"]
+    assert len(lines(after, "as_global(")) == 1
