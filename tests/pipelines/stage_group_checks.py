@@ -48,6 +48,13 @@ def check_process_groups_give_the_numbers_of_virtual_ranks() -> None:
             )
 
 
+def check_process_groups_of_several_placements_of_the_same_ranks() -> None:
+    with process_groups():
+        for shape, names in (((2, 2), ("pp", "dp")), ((2, 2), ("dp", "pp")), ((4,), ("pp",))):
+            stages = 4 if names == ("pp",) else 2
+            assert_same(real(shape, names), model_of(tied=True), stages_of(4, stages), micro_batches=2, **ADAM)
+
+
 @slow
 def check_process_groups_in_all_schedules() -> None:
     names = ("gpipe", "1f1b", "zb1p", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv")
@@ -58,8 +65,6 @@ def check_process_groups_in_all_schedules() -> None:
                 real(), model_of(tied=number % 2 == 0), stages_of(4, stages), schedule=schedule, stage=number % 4,
                 micro_batches=1 if number == 3 else 4, **ADAM,
             )  # fmt: skip
-        assert_same(real((4,), ("pp",)), model_of(tied=True), stages_of(4, 4), micro_batches=2, **ADAM)
-        assert_same(real((2, 2), ("dp", "pp")), model_of(), stages_of(4, 2), stage=3, micro_batches=4, **ADAM)
 
 
 class Skipping(nn.Module):

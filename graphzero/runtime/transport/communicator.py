@@ -83,7 +83,8 @@ class Communicator(GroupMessages):
         self._missed: set[int] = set()
         self._group: Any = None  # gloo's, of all ranks
         self._collectives: dict[tuple[int, ...], PeerCollectives] = {}
-        self._stages: tuple[int, ProcessGroupTransport] | None = None  # with the generation in which it was made
+        # by the ranks along pp; with the generation in which each was made
+        self._stages: dict[tuple[int, ...], tuple[int, ProcessGroupTransport]] = {}
 
     def begin(self, label: str) -> None:
         """Begin a call."""
@@ -138,20 +139,21 @@ class Communicator(GroupMessages):
 
         Raises GraphZeroError on GPUs behind a call that has stopped.
         """
-        if self._stages is not None and self._stages[0] != self.generation and device.type != "cpu":
+        line, current = tuple(ranks), self.generation
+        if device.type != "cpu" and any(generation != current for generation, _ in self._stages.values()):
             raise GraphZeroError(
                 f"rank {self.rank}: a call of these ranks has stopped, and what it has sent between GPUs may be under "
                 "way still, which NCCL does not take back\n  Start the processes anew and load a checkpoint; torchrun "
                 "--max-restarts=1 does that when all of them end"
             )
-        if self._stages is None or self._stages[0] != self.generation:
+        if line not in self._stages or self._stages[line][0] != current:
             connect = _compat.gloo if device.type == "cpu" else _compat.nccl
             name, own = f"{rank_list(ranks)}: ", ranks.index(self.rank)
             transport = ProcessGroupTransport(
                 ranks, own, self.limit, device, lambda what, some: self._connect_group(name + what, some, connect)
             )
-            self._stages = self.generation, transport
-        return self._stages[1]
+            self._stages[line] = current, transport
+        return self._stages[line][1]
 
     def _gloo_transport(self, axis: Sequence[int], own: int) -> GlooTransport:
         members, index = [self.ids.index(rank) for rank in axis], len(self._collectives)
@@ -261,9 +263,10 @@ class Communicator(GroupMessages):
     def shut_down(self) -> None:
         """Release all connections before the default process group ends."""
         self.release()
-        if self._stages is not None and self._stages[0] == self.generation:
-            self._stages[1].shut_down()
-        self._stages = None
+        for generation, transport in self._stages.values():
+            if generation == self.generation:
+                transport.shut_down()
+        self._stages.clear()
 
     def _close(self) -> None:
         for axis in self._collectives.values():
@@ -273,8 +276,8 @@ class Communicator(GroupMessages):
     def _break_groups(self) -> None:
         if self._group is not None:
             _compat.break_gloo(self._group)
-        if self._stages is not None:
-            self._stages[1].close()
+        for _, transport in list(self._stages.values()):
+            transport.close()
 
     # ---- called by the monitor, in its thread
 
