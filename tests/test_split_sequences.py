@@ -253,3 +253,60 @@ def test_an_explanation_shows_the_bytes_of_both_ways() -> None:
     assert "attention over a sequence that cp splits: exchange 4,608 B, gather 6,144 B" in str(
         gz.explain(graph, "attention")
     )
+
+
+# ---- models of transformers
+
+
+def published(kind: str) -> nn.Module:
+    """A tiny GPT-2 or Llama of transformers; the loss is its own."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        sizes = {
+            "n_embd": WIDTH,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": LENGTH,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+        rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = transformers.GPT2Config(vocab_size=VOCABULARY, use_cache=False, **sizes, **rates)
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=LENGTH, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def own_loss(model: nn.Module, ids: Tensor, labels: Tensor, seen: Tensor | None = None) -> Tensor:
+    mask = None if seen is None else seen.long()
+    return model(input_ids=ids, labels=labels, attention_mask=mask).loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["exchange", "gather"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_models_of_transformers_keep_all_but_labels_and_heads_split(kind, padded, way) -> None:
+    """To the rounding of float32, in which transformers computes the loss."""
+    model = published(kind).double()
+    plain = copy.deepcopy(model)
+    graph = TrainGraph(model, own_loss, torch.optim.SGD(model.parameters(), lr=0.1), placement=placed(dp=2, cp=2))
+    for name in ("x", "y", "more.0"):
+        graph.config.set_input(name, sbp=(S(0), S(1)))
+    graph.config.set_split_attention(way)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        expected = own_loss(plain, *batch(padded))
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(graph(*batch(padded)), expected.detach(), rtol=1e-6, atol=1e-6)
+    for x, y in zip(plain.parameters(), graph.model.parameters(), strict=True):
+        torch.testing.assert_close(y, x, rtol=1e-6, atol=1e-7)
+    assert splits_of_attention(graph) == {"S(1)" if way == "exchange" else "S(2)"}
+    labels_and_mask = 2 * ROWS // 2 * LENGTH * 8
+    assert way == "gather" or transfers(graph).get("all_gather", 0) <= labels_and_mask
