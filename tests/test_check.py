@@ -98,6 +98,12 @@ def test_the_programs_own_dtypes_are_checked_if_none_is_asked_for(batch: Any) ->
     assert "check of TwoLayerGraph in its own dtypes: agrees" in str(report)
 
 
+@pytest.mark.parametrize("epsilon", [None, 1e-3])
+def test_a_norm_with_the_epsilon_of_its_dtype_has_the_same_in_float64(epsilon: float | None, batch: Any) -> None:
+    graph = TwoLayerGraph(nn.RMSNorm(8, eps=epsilon))
+    assert gz.check(graph, *batch, dtype=torch.float64, rtol=1e-10)
+
+
 def test_evaluation_and_a_world_of_one_are_checked_too(batch: Any) -> None:
     class Evaluate(gz.Graph):
         def __init__(self) -> None:

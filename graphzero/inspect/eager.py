@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,6 +47,8 @@ def eager_step(start: StepStart) -> dict[str, Any]:
     state: dict[str, Any] = {**params, **buffers}
     stand_ins = {id(real): state[path] for path, real in reals.items()}
     results: dict[str, Any] = {}
+    dtypes = [x.dtype for x in reals.values() if x.is_floating_point()]
+    narrow = (dtypes or [torch.get_default_dtype()])[0] if start.is_wide else None
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.filterwarnings("ignore", message="build sets")  # capture has said so
         stack.enter_context(capture_lock)
@@ -58,7 +61,7 @@ def eager_step(start: StepStart) -> dict[str, Any]:
             torch.enable_grad(),
             _precise(start),
         ):
-            with _StandIns(stand_ins, _casts(start, params)) as mode, _compat.autograd_under(mode):
+            with _StandIns(stand_ins, _casts(start, params), narrow) as mode, _compat.autograd_under(mode):
                 result = start.step.build(*args, **kwargs)
             now = dict(root.named_buffers())
         for i, leaf in enumerate(pytree.tree_leaves(result)):
@@ -165,14 +168,24 @@ def _unrounded(start: StepStart, x: Any) -> Any:
 
 
 class _StandIns(TorchFunctionMode):
-    """A real parameter that build has kept by itself is its copy."""
+    """A real parameter that build has kept by itself is its copy.
 
-    def __init__(self, stand_ins: dict[int, Tensor], casts: ParameterCasts) -> None:
+    narrow: the program's dtype where this run is in float64.  torch gives an RMS norm without an epsilon that of the
+        dtype, and rounds one that is given to it: here too.
+    """
+
+    def __init__(self, stand_ins: dict[int, Tensor], casts: ParameterCasts, narrow: torch.dtype | None) -> None:
         super().__init__()
-        self.stand_ins, self.casts = stand_ins, casts
+        self.stand_ins, self.casts, self.narrow = stand_ins, casts, narrow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: self.stand_ins.get(id(x), x), (args, kwargs or {}))
+        if self.narrow is not None and func in (F.rms_norm, torch.rms_norm):
+            (given,) = args[3:] or [kwargs.get("eps")]
+            epsilon = torch.finfo(self.narrow).eps if given is None else given
+            with _compat.no_modes():
+                rounded = torch.tensor(epsilon, dtype=torch.promote_types(self.narrow, torch.float32)).item()
+            args, kwargs = args[:3], kwargs | {"eps": rounded}
         return self.casts.call(func, args, kwargs)
 
 
