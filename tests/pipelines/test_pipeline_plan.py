@@ -62,6 +62,7 @@ def test_a_value_that_skips_a_stage_has_an_edge_of_its_own_for_the_elements_that
     edges = {(edge.source, edge.target): edge.bytes for edge in plan.edges}
     assert len(plan.edges) == 5 and edges.keys() == {(0, 1), (0, 2), (1, 2), (2, 1), (1, 0)}
     assert edges[0, 1] == edges[1, 2] == 2 * 8 * 4 and edges[0, 2] == 2 * 1 * 4  # rows, features
+    assert edges[2, 1] == 2 * (8 + 1) * 4  # the gradient of the slice is spread over all features where it is added
     assert "stage 0 -> 2: 4 messages of 8 B" in str(graph.plan)
 
 

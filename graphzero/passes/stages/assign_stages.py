@@ -130,6 +130,7 @@ class _Assignment:
                 self.gradients.add(node)
             self.stages[node] = self._backward_stage(node)
         self._settle_saved(backward)
+        self._settle_spread(backward)
         self._assign_update([node for node in computed if value.phase_of(node) == "update"])
 
     def _placeholder_stage(self, node: fx.Node) -> int | None:
@@ -221,6 +222,18 @@ class _Assignment:
         for node in backward:
             if self._follows(node):
                 self.stages[node] = self.stages[node.all_input_nodes[0]]
+
+    def _settle_spread(self, backward: list[fx.Node]) -> None:
+        """Compute what spreads a value of backward over more elements, as the gradient of a slice, where it is read.
+
+        Not what is added to the gradient of a parameter, which is moved once a step.
+        """
+        shares = {*self._gradient_shares()}
+        for node in reversed(backward):
+            stage, read_by = self.stages[node], [self.stages.get(user) for user in node.users]
+            if stage is not None and node not in shares and _spreads(node):
+                last = max((stage if reader is None else reader for reader in read_by), default=stage)
+                self.stages[node] = min(stage, last)
 
     def _assign_update(self, update: list[fx.Node]) -> None:
         """Decide for the update, and for states whose parameter is not known: again for those that are found on the
@@ -328,3 +341,11 @@ class _Assignment:
         placeholders = {node.name: node for node in graph.placeholders()}
         updates = {name: on_stage(new, self.stages[placeholders[name]]) for name, new in graph.updates.items()}
         graph.set_output(graph.outputs, graph.aux, updates)
+
+
+def _spreads(node: fx.Node) -> bool:
+    """Whether a value has more bytes than the one value of backward that it is made of."""
+    nodes = [node, *node.all_input_nodes]
+    if len(nodes) != 2 or not all(map(value.is_tensor, nodes)) or value.phase_of(nodes[1]) != "backward":
+        return False
+    return value.tensor_type(node).nbytes > value.tensor_type(nodes[1]).nbytes
