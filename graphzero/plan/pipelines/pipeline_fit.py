@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -73,6 +73,7 @@ class PipelineFit:
     def __init__(self, programs: PipelinePrograms, options: Options) -> None:
         self.programs, self.options = programs, options
         self.lines: list[str] = []  # what has been decided
+        self._last: tuple[Options, Candidate] | None = None  # draft
 
     def program(self, budget: Budget | None, activations: int | str | None, fits: bool) -> Candidate:
         """The best program that fits, or the one of least memory; drafted alone, if it does not.
@@ -84,7 +85,7 @@ class PipelineFit:
             return self.programs.candidate(self.options)
         options = self._recomputing(budget if fits else None, None if fits else activations)
         if budget is not None:
-            draft = self.plain if options is self.options else self.programs.draft(options)
+            draft = self._draft(options)
             if draft.peak > budget.nbytes:
                 return draft
             options = self._spending(options, draft, budget)
@@ -97,6 +98,14 @@ class PipelineFit:
     def plain(self) -> Candidate:
         """The program that holds least without computing anything again."""
         return self.programs.draft(self.options)
+
+    def _draft(self, options: Options) -> Candidate:
+        """The draft of these options, made once if it is asked for again."""
+        if options == self.options:
+            return self.plain
+        if self._last is None or self._last[0] != options:
+            self._last = options, self.programs.draft(options)
+        return self._last[1]
 
     # ---- what is computed again
 
@@ -126,14 +135,30 @@ class PipelineFit:
         if isinstance(activations, str):
             chosen = {member: search.least()[0] for member, search in self.searches.items()}
         else:
-            plain = _needs(_memories(self.plain))
-            over = {member for member, needs in plain.items() if limits.over(*needs) > 0}
-            if not over:
+            chosen = self._within(limits)
+            if not chosen:
                 return self.options
-            tries = {m: recompute_choices(self.searches[m], limits, plain[m]) for m in over}
-            chosen = follow_all(tries, lambda choices: self._drafted_needs(self._with(choices), choices))
         self.lines += [self._describe(member, ops) for member, ops in sorted(chosen.items()) if ops]
         return self._with(chosen)
+
+    def _within(self, limits: Limits) -> dict[int, Ops]:
+        """What members compute again; those that are within the limits do not.
+
+        Where some do, backward gathers parameters on all stages in front of what reads them.  Members that are above
+        the limits only then are searched behind the others.
+        """
+        chosen, program = dict[int, Ops](), self.plain
+        while True:
+            needs = _needs(_memories(program))
+            over = [m for m, one in needs.items() if m not in chosen and limits.over(*one) > 0]
+            if not over:
+                return chosen
+            tries = {m: recompute_choices(self.searches[m], limits, needs[m]) for m in over}
+            chosen |= follow_all(tries, partial(self._needs_beside, chosen))
+            program = self._draft(self._with(chosen))
+
+    def _needs_beside(self, others: Mapping[int, Ops], choices: Mapping[int, Ops]) -> dict[int, TriedProgram]:
+        return self._drafted_needs(self._with({**others, **choices}), choices)
 
     @property
     def _has_backward(self) -> bool:
