@@ -57,7 +57,7 @@ def to_global(
 
     Raises SbpError for an SBP that the value cannot have, PlacementError for ranks that do not exist.
     """
-    if isinstance(sbp, str):
+    if isinstance(sbp, str) and sbp == "auto":
         return to_global(x, placement, _planned(x, placement, sbp))
     everyone = placement
     if isinstance(placement, Placement) and PIPELINE in placement.names:
@@ -101,7 +101,7 @@ def to_local(x: Any) -> Any:
 
 
 def _planned(x: Any, placement: Placement | DeviceMesh | None, sbp: str) -> dict[str, Nd]:
-    if sbp != "auto" or not isinstance(x, nn.Module):
+    if not isinstance(x, nn.Module):
         raise SbpError(
             f"to_global of a {type(x).__name__} with sbp={sbp!r}: write gz.sbp.B, gz.sbp.S(0) or gz.sbp.P; "
             '"auto" is for a module whose configuration has plans'

@@ -71,7 +71,7 @@ WRONG: dict[str, tuple[Any, Any, Any, str]] = {
         r"has style 'diagonal' for lay.*Give",
     ),
     "tensor": (torch.ones(2), GRID, "auto", r'of a Tensor with sbp=.auto.*"auto" is for a module'),
-    "word": (Model(), GRID, "automatic", r"with sbp='automatic': write gz.sbp.B"),
+    "word": (Model(), GRID, "automatic", r"needs sbp= with one SBP per axis .*not 'automatic'"),
 }
 
 

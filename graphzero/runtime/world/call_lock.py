@@ -9,38 +9,44 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import Any
 
 from graphzero.errors import ConfigError
 
+PAUSE = 5e-4  # seconds between two looks at a lock that another thread has
+
 
 class CallLock:
-    """The lock.  An interrupt may end ``acquire`` or ``release`` anywhere; ``release`` may then be called again."""
+    """The lock.  An interrupt may end ``acquire`` or ``release`` anywhere; ``release`` may then be called again.
+
+    It is taken and released by one operation of a dict each, so no interrupt leaves it half taken, as a lock of Python
+    beside a note of its owner would be.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._doing = threading.RLock(), ""
-        self._owner: Any = None
+        self._call: dict[str, tuple[object, str, int]] = {}  # "now" -> owner, what it does, its thread; or nothing
 
     def acquire(self, owner: object, doing: str) -> None:
         """Wait for calls of other threads.  Raises ConfigError within a call of this thread."""
-        with self._lock:
-            if self._doing:
+        call = owner, doing, threading.get_ident()
+        while (now := self._call.setdefault("now", call)) is not call:
+            if now[2] == call[2]:
                 raise ConfigError(
-                    f"{doing} within {self._doing}, which is not over: a signal handler, hook or scheduler asks for "
+                    f"{doing} within {now[1]}, which is not over: a signal handler, hook or scheduler asks for "
                     "it. Let it set a flag, and do it between two calls"
                 )
-            self._doing, self._owner = doing, owner
-            self._lock.acquire()  # in the next instruction: the owner holds it
+            time.sleep(PAUSE)
 
     def release(self, owner: object) -> None:
         """Release the lock if ``owner`` holds it."""
-        if self._owner is owner:
-            self._doing, self._owner = "", None
-            self._lock.release()
+        now: Any = self._call.get("now")
+        if now is not None and now[0] is owner:
+            self._call.pop("now", None)
 
     def reset(self) -> None:
         """Release the lock in a forked process, where no call runs."""
-        self._lock, self._doing, self._owner = threading.RLock(), "", None
+        self._call.clear()
 
 
 CALL_LOCK = CallLock()
