@@ -41,6 +41,11 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
         metavar="FILE:FACTORY",
         help="a callable of `placement` and `stage` in a Python file; it returns (graph, example_args)",
     )
+    add_rank_arguments(one)
+
+
+def add_rank_arguments(one: argparse.ArgumentParser) -> None:
+    """Say how a command is given its ranks; see ``placement_of``."""
     one.add_argument("--ranks", type=int, metavar="N", help="how many, along one axis dp")
     one.add_argument("--axes", metavar="dp=4,tp=2", help="ranks along each axis, outermost first")
     one.add_argument("--hierarchy", metavar="4x2", help="the same without names: dp is the first axis, tp the second")

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -19,12 +18,14 @@ from torch import Tensor, nn
 from graphzero.errors import GraphZeroError
 from graphzero.graph import Graph
 from graphzero.inspect.compare import difference
+from graphzero.runtime.tensors.shards import piece
 from graphzero.runtime.world.accelerators import ACCELERATORS
 from graphzero.runtime.world.process import ProcessWorld
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.runtime.world.world import World
 from graphzero.sbp.collectives import COLLECTIVES, Lines
 from graphzero.sbp.placement import Placement, placement
+from graphzero.sbp.types import B, S
 from graphzero.testing import trace_step
 
 LINE = 12_289  # numbers of a line of a collective: no power of two, more than a message
@@ -108,24 +109,26 @@ def _check_step(place: Placement, stage: int) -> str:
     Those of processes are compared with virtual ranks, those of virtual ranks with one rank.
     """
     graph, other = SmallGraph(place, stage), SmallGraph(reference_of(place), stage)
-    shares = [
-        (torch.randn(ROWS, WIDTH, generator=(generator := torch.Generator().manual_seed(rank))),
-         torch.randint(0, 5, (ROWS,), generator=generator))
-        for rank in range(_data_ranks(place))
-    ]  # fmt: skip
-    batch = [torch.cat(parts).to(place.device_type) for parts in zip(*shares, strict=True)]
-    own = batch if place.virtual else [x.chunk(_data_ranks(place))[_data_rank(place)] for x in batch]
-    losses = [graph(*own), other(*batch)]
+    generator, rows = torch.Generator().manual_seed(0), ROWS * place.size
+    whole = torch.randn(rows, WIDTH, generator=generator), torch.randint(0, 5, (rows,), generator=generator)
+    batch = [x.to(place.device_type) for x in whole]
+    own = batch
+    if not place.virtual:
+        nd = tuple(S(0) if name in place.batch_axes else B for name in place.names)
+        (position,) = ProcessWorld(place).local_ranks
+        own = [piece(x, nd, place.hierarchy, position) for x in batch]
+    losses = graph(*own), other(*batch)
     sent = Counter((one.kind, one.axis, one.nbytes) for one in trace_step(graph, *own))
-    losses.append(other(*batch))
+    other(*batch)
+    states = [one.full_state_dict()["modules"]["model"] for one in (graph, other)]
+    # All ranks have done all that they do together by now, so one that raises keeps nobody waiting.
     planned = Counter((one.kind, one.axis, one.bytes) for one in graph.plan.collectives)
     if sent != planned:
         one = next(iter((sent - planned) + (planned - sent)))
         raise GraphZeroError(
             f"{one[0]} of {one[2]:,.0f} B along {one[1]} was sent {sent[one]} times, and planned {planned[one]} times"
         )
-    _compare("the loss", losses[0], losses[1], place)
-    states = [one.full_state_dict()["modules"]["model"] for one in (graph, other)]
+    _compare("the loss", *losses, place)
     seen, expected = (torch.cat([x.flatten() for x in state.values()]) for state in states)
     return f"{_compare('parameters', seen, expected, place)}; {sum(sent.values())} collectives as planned"
 
@@ -146,16 +149,3 @@ def reference_of(place: Placement) -> Placement:
     if place.virtual:
         return placement(place.device_type, range(1), virtual=True)
     return placement(place.device_type, place.ranks, place.names, virtual=True)
-
-
-def _data_ranks(place: Placement) -> int:
-    return prod(ranks for name, ranks in zip(place.names, place.hierarchy, strict=True) if name in place.batch_axes)
-
-
-def _data_rank(place: Placement) -> int:
-    """This process's number among the ranks that have shares of their own, outermost axis first."""
-    number = 0
-    coordinate = ProcessWorld(place).coordinate(0)
-    for name, ranks, own in zip(place.names, place.hierarchy, coordinate, strict=True):
-        number = number * ranks + own if name in place.batch_axes else number
-    return number

@@ -71,12 +71,11 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
     one.description = (
         "Runs every collective, and a small model at each ZeRO stage, and compares with virtual ranks of one\n"
-        "process: results, and what was sent with what was planned. Times each axis."
+        "process: results, and what was sent with what was planned. Times each axis. By default all ranks\n"
+        "of the job are along one axis, dp."
     )
     one.epilog, one.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
-    one.add_argument("--ranks", type=int, metavar="N", help="how many, along one axis dp; by default all of the job")
-    one.add_argument("--axes", metavar="dp=4,tp=2", help="ranks along each axis, outermost first")
-    one.add_argument("--hierarchy", metavar="4x2", help="the same without names")
+    factory.add_rank_arguments(one)
     one.add_argument("--device", default="device.json", metavar="PATH", help="what `graphzero calibrate` wrote, to be "
                      "shown beside what is measured; device.json, if it is there")  # fmt: skip
     one.add_argument("--json", action="store_true", help="print the findings as JSON")
