@@ -106,14 +106,16 @@ class Communicator(GroupMessages):
             if not self._places:
                 self._places = self._read_places()
                 self._monitor = self._watch({})
-            self._group = self._connect_group("gloo", self.ids)
+            self._group = self._connect_group("gloo", self.ids, _compat.gloo)
         if not self._watches_hosts:
             self._watches_hosts = True
             nearby = ranks_on_host(self._places)
             if len(nearby) < len(self._places):  # then every rank sees that
                 remote = [q for q, rank in enumerate(self.ids) if rank not in nearby]
                 sockets = watch_connections(
-                    lambda: self._connect_group("watch", self.ids), lambda x: self.gather_along(x, self.ids), remote
+                    lambda: self._connect_group("watch", self.ids, _compat.gloo),
+                    lambda x: self.gather_along(x, self.ids),
+                    remote,
                 )
                 self._monitor = self._watch({self.ids[q]: connection for q, connection in sockets.items()})
 
@@ -183,7 +185,7 @@ class Communicator(GroupMessages):
         except RuntimeError as error:
             raise lost_connection(self.rank, "all ranks to come", error) from error
 
-    def _connect_group(self, name: str, ranks: Sequence[int], connect: Callable[..., Any] = _compat.gloo) -> Any:
+    def _connect_group(self, name: str, ranks: Sequence[int], connect: Callable[..., Any]) -> Any:
         """Make a process group of some ranks, in a thread: a rank that has come may still stop, or end, on the way."""
         store = self._generation_store()
         own = _compat.own_connection(store)
