@@ -25,6 +25,10 @@ from random_schedules import random_rows  # noqa: E402
 STAGES_A_RANK = {"interleaved": 2, "looped_bfs": 2, "interleaved_zero_bubble": 2, "zbv": 2}
 
 
+# Each schedule at each stage of ZeRO, the numbers of micro-batches in turn: all pairs of two of the three.
+PAIRS = [(schedule, stage, (1, 2, 8)[(i + stage) % 3]) for i, schedule in enumerate(GENERATORS) for stage in range(4)]
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
@@ -38,9 +42,7 @@ def test_each_schedule_at_a_stage_of_zero(schedule: str, stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", GENERATORS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+@pytest.mark.parametrize(("schedule", "stage", "micro_batches"), PAIRS)
 def test_all_schedules_at_all_stages_of_zero(schedule: str, stage: int, micro_batches: int) -> None:
     marks = stages_of(4, 2 * STAGES_A_RANK.get(schedule, 1))
     options: dict[str, Any] = {"schedule": schedule, "micro_batches": micro_batches, "clip": 0.1, "stage": stage}
@@ -283,6 +285,6 @@ def test_random_cuts_and_schedules(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6, 46))
+@pytest.mark.parametrize("seed", range(6, 26))
 def test_more_random_cuts_and_schedules(seed: int) -> None:
     _check_random(seed)
