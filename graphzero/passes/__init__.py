@@ -27,6 +27,7 @@ from graphzero.passes.pass_list import Fuse, Options, PassEntry, Schedule, defau
 from graphzero.passes.pass_list_text import parse_passes, print_passes
 from graphzero.passes.place.cast_before_gather import CastBeforeGather
 from graphzero.passes.place.expand import Expand
+from graphzero.passes.place.pad_targets import PadTargets
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
 from graphzero.passes.place.split_attention import SplitAttention
@@ -63,6 +64,7 @@ __all__ = [
     "DelayGradients",
     "Overlap",
     "OverlapUpdate",
+    "PadTargets",
     "Pass",
     "PassEntry",
     "Pin",

@@ -32,6 +32,7 @@ from graphzero.passes.micro.micro_batches import MicroBatches
 from graphzero.passes.micro.tile_rows import TileRows
 from graphzero.passes.place.cast_before_gather import CastBeforeGather
 from graphzero.passes.place.expand import Expand
+from graphzero.passes.place.pad_targets import PadTargets
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
 from graphzero.passes.place.split_attention import AUTO_WAY, SplitAttention
@@ -145,6 +146,7 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(CountTargets, "captured", _adds_up),
     PassEntry(AssignStages, "captured", lambda options: bool(options.pipeline_stages)),
     PassEntry(SplitAttention, "captured"),
+    PassEntry(PadTargets, "captured"),
     PassEntry(SplitExperts, "captured"),
     PassEntry(Expand, "captured"),
     PassEntry(Propagate, "captured"),
