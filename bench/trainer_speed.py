@@ -60,9 +60,11 @@ def train(rank: int, system: str, steps: int, width: int, context: int) -> Run:
     if system != SYSTEMS[0]:
         stage = int(system[-1])
         more["configure"] = lambda config: config.enable_zero(stage > 0, stage=stage or 1)
+    # Unless told otherwise, the Trainer has DDP look for unused parameters in every step.
+    arguments = {"max_steps": steps, "ddp_find_unused_parameters": False}
     kind = trainer.Trainer if system == SYSTEMS[0] else trainer.GraphTrainer
     with tempfile.TemporaryDirectory() as folder:
-        one = kind(trainer.make_model(context, width), trainer.arguments(folder, max_steps=steps), **more)
+        one = kind(trainer.make_model(context, width), trainer.arguments(folder, **arguments), **more)
         one.train()
     losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
     return Run(losses, clock.seconds[FIRST:], high_water() - before)
