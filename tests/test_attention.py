@@ -115,7 +115,8 @@ def test_a_cpu_with_a_unit_for_16_bit_products_keeps_torchs_backward(monkeypatch
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("keys", [5, 8, 11])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 4e-2)])
-def test_causal_attention_of_pieces_of_queries_is_that_of_the_whole(dtype, most, keys, dropped):
+@pytest.mark.parametrize("step", [1, 2, 3, 8])
+def test_causal_attention_of_pieces_of_queries_is_that_of_the_whole(dtype, most, keys, dropped, step):
     (q, k, v, _), draws = sample(None, dtype, queries=8, keys=keys), rows_of(2, 3, 8)
     grad = torch.randn_like(q)
 
@@ -127,11 +128,15 @@ def test_causal_attention_of_pieces_of_queries_is_that_of_the_whole(dtype, most,
             grad[:, :, rows], *operands, out, sums, None, True, 0.5, *more, **place
         )  # fmt: skip
 
-    pieces = [both(slice(start, start + 3), start=start, total=8) for start in (0, 3, 6)]
+    if step == 1:
+        pieces = [both(slice(start, start + 3), start=start, total=8) for start in (0, 3, 6)]
+    else:
+        pieces = [both(slice(start, None, step), start=start, step=step, total=8) for start in range(step)]
+    places = torch.cat([torch.arange(8)[start::step] for start in range(step)])
     whole = both(slice(None))
     for i, expected in enumerate(whole):
         found = [piece[i].double() for piece in pieces]
-        joined = torch.cat(found, 2) if i < 3 else torch.stack(found).sum(0)
+        joined = torch.cat(found, 2)[:, :, places.argsort()] if i < 3 else torch.stack(found).sum(0)
         torch.testing.assert_close(joined, expected.double(), rtol=most, atol=most)
         assert all(torch.empty_like(piece[i]).stride() == piece[i].stride() for piece in pieces)
     assert {x.transpose(1, 2).is_contiguous() for piece in pieces for x in (piece[0], *piece[2:])} == {True}

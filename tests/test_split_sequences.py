@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import graphzero as gz
-from graphzero.ops import ATTENTION
+from graphzero.ir.storage.liveness import liveness
+from graphzero.ops import ATTENTION, ATTENTION_BACKWARD
+from graphzero.plan.seconds import work_of
 
 B, S = gz.sbp.B, gz.sbp.S
 VOCABULARY, WIDTH, DIM, LENGTH, ROWS = 24, 16, 2, 16, 4
@@ -84,11 +86,11 @@ def placed(**sizes: int) -> gz.Placement:
     return gz.placement("cpu", ranks.numpy(), names=tuple(sizes), virtual=True)
 
 
-def graph_of(model: nn.Module, placement: gz.Placement, **options: Any) -> TrainGraph:
-    """A step of ``model`` on pieces of the sequence along axes whose name begins with cp."""
+def graph_of(model: nn.Module, placement: gz.Placement, sections: int = 1, **options: Any) -> TrainGraph:
+    """A step of ``model`` on pieces of the sequence, each of so many sections, along axes whose name begins with c."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     graph = TrainGraph(model, next_token_loss, optimizer, placement=placement, clip=0.5, **options)
-    sbp = tuple({"d": S(0), "c": S(1)}.get(name[0], B) for name in placement.names)
+    sbp = tuple({"d": S(0), "c": S(1, sections)}.get(name[0], B) for name in placement.names)
     for name in ("x", "y", "more.0"):
         graph.config.set_input(name, sbp=sbp)
     return graph
@@ -150,6 +152,24 @@ def test_a_step_that_gathers_keys_is_that_of_plain_pytorch(sizes, options, padde
     assert splits_of_attention(graph) == {"S(2)"}
 
 
+STRIPES = [
+    ("gather", {"cp": 4}, {"stage": 3, "axis": "cp"}, False),
+    ("exchange", {"cp": 2}, {}, False),
+    pytest.param("gather", {"dp": 2, "cp": 2}, {"micro_batches": 2}, True, marks=pytest.mark.slow),
+    pytest.param("gather", {"cp": 8}, {}, False, marks=pytest.mark.slow),
+    pytest.param("exchange", {"dp": 2, "cp": 2}, {"stage": 1}, True, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("way", "sizes", "options", "padded"), STRIPES)
+def test_a_step_on_tokens_dealt_out_in_turn_is_that_of_plain_pytorch(way, sizes, options, padded) -> None:
+    """Each rank holds every n-th token: positions, masks, labels and draws are those of its own tokens."""
+    graph = graph_of(Gpt((8, 4)).double(), placed(**sizes), LENGTH // sizes["cp"], **options)
+    graph.config.set_split_attention(way)
+    assert_parity(graph, padded=padded)
+    assert splits_of_attention(graph) == {"S(1)" if way == "exchange" else f"S(2, {LENGTH // sizes['cp']})"}
+
+
 def splits_of_attention(graph: TrainGraph) -> set[str]:
     """How attention is split on axes other than data axes."""
     names = graph.placement.names
@@ -168,8 +188,12 @@ def test_any_number_of_heads_is_exact_on_four_ranks(heads) -> None:
 @pytest.mark.parametrize("way", ["exchange", pytest.param("gather", marks=pytest.mark.slow)])
 def test_dropout_draws_the_same_however_the_sequence_lies(way) -> None:
     losses = []
-    for placement in (placed(dp=1), placed(cp=4), placed(dp=2, cp=2)):
-        graph = graph_of(Gpt((4, 2), dropout=0.3).double(), placement)
+    for placement, sections in (
+        (placed(dp=1), 1),
+        (placed(cp=4), 4 if way == "gather" else 1),
+        (placed(dp=2, cp=2), 1),
+    ):
+        graph = graph_of(Gpt((4, 2), dropout=0.3).double(), placement, sections)
         graph.config.set_split_attention(way)
         losses.append([graph(*batch()).item() for _ in range(2)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-10)
@@ -205,7 +229,7 @@ def test_what_backward_recomputes_is_exact_on_a_split_sequence() -> None:
 # ---- what travels, and what is held
 
 
-def layer_graph(ranks: int, heads: tuple[int, int], way: str, length: int = 64) -> TrainGraph:
+def layer_graph(ranks: int, heads: tuple[int, int], way: str, length: int = 64, sections: int = 1) -> TrainGraph:
     """Attention and projections without a loss over classes, compiled on meta; a row of a sequence."""
     with torch.device("meta"):
         model = nn.ModuleDict({"block": Block(heads, 0.0)})
@@ -215,7 +239,7 @@ def layer_graph(ranks: int, heads: tuple[int, int], way: str, length: int = 64) 
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     graph = TrainGraph(model, loss, optimizer, placement=placed(cp=ranks))
-    graph.config.set_input("x", sbp=S(1))
+    graph.config.set_input("x", sbp=S(1, sections))
     graph.config.set_split_attention(way)
     return graph.compile(torch.empty(1, length, WIDTH, device="meta"))
 
@@ -258,6 +282,22 @@ def test_a_call_sends_and_holds_what_the_plan_says(way, heads) -> None:
         memory = graph.plan.memory
         between_calls = sum(memory.resident.values())
         assert 0 <= mode.peak + between_calls - memory.peak <= 16  # the 0-d results that the call hands out
+
+
+def test_tokens_dealt_out_in_turn_are_equal_work(ranks: int = 8) -> None:
+    """Of contiguous pieces the last has (2 n - 1) / n of the mean; "auto" then takes an exchange."""
+
+    def work(way: str, sections: int) -> float:
+        program = layer_graph(ranks, (8, 2), way, sections=sections).program
+        at = liveness(program)
+        nodes = [node for node in program.nodes if node.target in (ATTENTION, ATTENTION_BACKWARD)]
+        return sum(work.flops for node in nodes if (work := work_of(at, node)))
+
+    mean = work("exchange", 1)
+    assert work("gather", 1) == pytest.approx(mean * (2 * ranks - 1) / ranks)
+    assert work("gather", 64 // ranks) == mean
+    assert splits_of_attention(layer_graph(ranks, (8, 1), "auto")) == {"S(1)"}
+    assert splits_of_attention(layer_graph(ranks, (8, 1), "auto", sections=64 // ranks)) == {f"S(2, {64 // ranks})"}
 
 
 def test_an_explanation_shows_the_bytes_of_both_ways() -> None:

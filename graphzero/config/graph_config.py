@@ -108,10 +108,12 @@ class GraphConfig(metaclass=PluginMembers):
         ========== =====================================================================================================
         "exchange" ranks exchange pieces of the sequence for heads, and back behind attention (DeepSpeed Ulysses)
         "gather"   queries stay split, and each rank gathers keys and values
-        "auto"     exchange under a causal mask, where pieces of queries have unequal work; else what sends fewer bytes
+        "auto"     exchange where pieces of queries have unequal work; else what sends fewer bytes
         ========== =====================================================================================================
 
         An exchange needs as many heads as there are ranks; where there are fewer, keys are gathered whatever it says.
+        Contiguous pieces of queries have unequal work under a causal mask; tokens dealt out in turn, by an input of
+        ``S(1, length / ranks)``, have equal work.
         The step is the same either way, but for rounding.  ``gz.explain`` of an attention shows the bytes of both.
         """
         self._set(split_attention=way)

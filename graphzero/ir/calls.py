@@ -120,11 +120,25 @@ def misfit(graph: StepGraph, node: fx.Node, chosen: Mapping[int, Signature], par
     nds = [tuple(on_axes[i][k] if i in on_axes else B for i in range(len(hierarchy))) for k in range(len(shapes))]
     if not nests_evenly(hierarchy, zip(shapes, nds, strict=True)):
         return "would cut a dim over several axes at other values in one operand or result than in another"
+    if _counts_uneven_places(node, chosen.values(), shared, shapes):
+        return "would leave a rank places of a dim that are not equally far apart, which the op counts"
     pieces = max(prod(hierarchy[i] for i, s in enumerate(nds[k]) if s.is_split and s.dim == dim) for k, dim in shared)
     for axis, signature in chosen.items():
         if signature.splits & shared and signature not in signatures_of(graph, node, axis, on_axes[axis], pieces, part):
             return "would leave some rank nothing of a dim that several axes cut, which the op cannot take"
     return ""
+
+
+def _counts_uneven_places(
+    node: fx.Node, chosen: Iterable[Signature], shared: set[tuple[int, int]], shapes: Sequence[tuple[int, ...]]
+) -> bool:
+    """Return whether the op counts places of a dim that several axes cut, one of them in sections."""
+    offset = rank_call.needed_offset(*rank_call.of_whole(node.target, node.args, value.own_kwargs(node)))  # type: ignore[arg-type]
+    if offset is None:
+        return False
+    at = offset.tensor % len(shapes)
+    dim = offset.dim_in(node.target, node.args, node.kwargs, len(shapes[at]))  # type: ignore[arg-type]
+    return (at, dim) in shared and any((*s.inputs, *s.outputs)[at].sections > 1 for s in chosen)
 
 
 def _shared(on_axes: Iterable[Signature]) -> set[tuple[int, int]]:

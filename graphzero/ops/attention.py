@@ -5,7 +5,8 @@ So a plan made on a laptop holds for a GPU.  They have the kernels of each devic
 ``dropout`` is the probability that a weight becomes zero; ``draws``, [batch, heads, queries], has a random int64 for
 each query, from which it follows, with the place of the key, which do.
 
-Where queries are split, a causal mask depends on where a rank's piece of them begins: ``start`` of ``total`` rows.
+Where queries are split, a causal mask depends on the places of a rank's own among all ``total``: ``start``, and each
+``step`` behind the one before.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from graphzero.ops.library import ANYWHERE, LIBRARY
 
 LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal, float scale, Tensor? draws=None, "
-    "float dropout=0.0, *, int start=0, int total=-1) -> (Tensor, Tensor)"
+    "float dropout=0.0, *, int start=0, int step=1, int total=-1) -> (Tensor, Tensor)"
 )
 LIBRARY.define(
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
     "Tensor? bias, bool causal, float scale, Tensor? draws=None, float dropout=0.0, *, int start=0, "
-    "int total=-1) -> (Tensor, Tensor, Tensor)"
+    "int step=1, int total=-1) -> (Tensor, Tensor, Tensor)"
 )
 ATTENTION = torch.ops.graphzero.attention.default
 ATTENTION_BACKWARD = torch.ops.graphzero.attention_backward.default
@@ -32,7 +33,7 @@ ATTENTION_BACKWARD = torch.ops.graphzero.attention_backward.default
 
 def _attention_meta(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, draws: Tensor | None = None,
-    dropout: float = 0.0, *, start: int = 0, total: int = -1,
+    dropout: float = 0.0, *, start: int = 0, step: int = 1, total: int = -1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, heads, length, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
@@ -41,7 +42,7 @@ def _attention_meta(
 
 def _attention_backward_meta(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
-    scale: float, draws: Tensor | None = None, dropout: float = 0.0, *, start: int = 0, total: int = -1,
+    scale: float, draws: Tensor | None = None, dropout: float = 0.0, *, start: int = 0, step: int = 1, total: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     def like(x: Tensor) -> Tensor:
         batch, heads, length, dim = x.shape

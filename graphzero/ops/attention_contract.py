@@ -60,6 +60,17 @@ class AttentionKernel:
     backend: int = 0
 
 
+@dataclass(frozen=True)
+class RowPlaces:
+    """RowPlaces of rows in a sequence: ``start``, ``start + step``, ..."""
+
+    start: int = 0
+    step: int = 1
+
+
+WHOLE = RowPlaces()
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of ``dtype`` are added up."""
     return torch.float32 if dtype in HALF else dtype

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphzero.ops.attention_contract import AttentionKernel, wide
+from graphzero.ops.attention_contract import WHOLE, AttentionKernel, RowPlaces, wide
 from graphzero.ops.random import mixed_
 
 ELEMENTS = {"cpu": 2**17}  # scores that are computed at a time: on the CPU what a core's own cache holds
@@ -37,14 +37,14 @@ class _Block:
 
 def by_definition(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, draws: Tensor | None = None,
-    dropout: float = 0.0, start: int = 0,
+    dropout: float = 0.0, places: RowPlaces = WHOLE,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention where no kernel fits, and with dropout; draws: a random number for each query, int64; start: the place
-    of the first query among keys, for a causal mask."""
+    """Attention where no kernel fits, and with dropout; draws: a random number for each query, int64; places: those of
+    the queries among keys, for a causal mask."""
     sums, drops = wide(q.dtype), _Drops(k, draws, dropout)
     out, logsumexp = _room(q, v.shape[-1], q.dtype), q.new_empty(q.shape[:3], dtype=sums)
-    for block in _blocks(q, k, causal, start):
-        p = _scores(block, q, k, bias, causal, scale, sums, start)
+    for block in _blocks(q, k, causal, places):
+        p = _scores(block, q, k, bias, causal, scale, sums, places)
         most = p.amax(-1, keepdim=True).nan_to_num_(neginf=0.0) if p.shape[-1] else p.new_zeros((*p.shape[:-1], 1))
         total = p.sub_(most).exp_().sum(-1, keepdim=True)
         block.queries_of(logsumexp).copy_((most + total.log()).squeeze(-1))
@@ -56,7 +56,7 @@ def by_definition(
 
 def backward_by_definition(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
-    scale: float, draws: Tensor | None = None, dropout: float = 0.0, start: int = 0,
+    scale: float, draws: Tensor | None = None, dropout: float = 0.0, places: RowPlaces = WHOLE,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Its backward (Dao et al., "FlashAttention", arXiv 2205.14135, appendix B)."""
     sums, drops = logsumexp.dtype, _Drops(k, draws, dropout)
@@ -65,12 +65,12 @@ def backward_by_definition(
         _room(k, k.shape[-1], sums).zero_(),
         _room(v, v.shape[-1], sums).zero_(),
     )
-    for block in _blocks(q, k, causal, start):
+    for block in _blocks(q, k, causal, places):
         dy, y, queries = (block.queries_of(x).to(sums) for x in (grad, out, q))
         keys, values = (block.keys_of(x).to(sums) for x in (k, v))
         block_logsumexp = block.queries_of(logsumexp).unsqueeze(-1)
         p = (
-            _scores(block, q, k, bias, causal, scale, sums, start)
+            _scores(block, q, k, bias, causal, scale, sums, places)
             .sub_(block_logsumexp)
             .exp_()
             .masked_fill_(block_logsumexp.isneginf(), 0.0)
@@ -92,7 +92,7 @@ def _room(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return x.new_empty((batch, length, heads, dim), dtype=dtype).transpose(1, 2)
 
 
-def _blocks(q: Tensor, k: Tensor, causal: bool, start: int) -> Iterator[_Block]:
+def _blocks(q: Tensor, k: Tensor, causal: bool, places: RowPlaces) -> Iterator[_Block]:
     (samples, heads, queries), keys = q.shape[:3], k.shape[2]
     count = ELEMENTS.get(q.device.type, MOST)
     longest = (
@@ -104,20 +104,28 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, start: int) -> Iterator[_Block]:
     for sample in range(0, samples, samples_at_a_time):
         for head in range(0, heads, heads_at_a_time):
             for row in range(0, queries, rows):
-                seen = min(keys, start + row + rows) if causal else keys
+                seen = min(keys, places.start + places.step * (row + rows - 1) + 1) if causal else keys
                 here = slice(sample, sample + samples_at_a_time), slice(head, head + heads_at_a_time)
                 yield _Block(here, slice(row, row + rows), slice(0, seen))
 
 
 def _scores(
-    block: _Block, q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float, dtype: torch.dtype, start: int
+    block: _Block,
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    dtype: torch.dtype,
+    places: RowPlaces,
 ) -> Tensor:
     scores = (block.queries_of(q).to(dtype) @ block.keys_of(k).to(dtype).mT).mul_(scale)
     if bias is not None:
         scores += block.queries_of(bias.expand(*q.shape[:3], k.shape[2]))[..., block.keys]
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(start + block.rows.start + 1)
-        scores.masked_fill_(hidden, float("-inf"))
+        rows, keys = (torch.arange(size, device=q.device) for size in scores.shape[-2:])
+        last_seen = (rows + block.rows.start).mul_(places.step).add_(places.start)
+        scores.masked_fill_(keys > last_seen.unsqueeze(-1), float("-inf"))
     return scores
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphzero import _compat
 from graphzero.ops import attention_cuda
-from graphzero.ops.attention_contract import HALF, AttentionCase, AttentionKernel, laid_out, wide
+from graphzero.ops.attention_contract import HALF, WHOLE, AttentionCase, AttentionKernel, RowPlaces, laid_out, wide
 from graphzero.ops.attention_definition import DEFINITION
 
 aten = torch.ops.aten
@@ -46,13 +47,14 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, draws: Tensor | None = None,
-    dropout: float = 0.0, start: int = 0, total: int = -1,
+    dropout: float = 0.0, start: int = 0, step: int = 1, total: int = -1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Result and logsumexp, by the kernel that fits; by definition with dropout."""
-    if draws is not None or _has_two_masks(bias, causal, start):
-        return DEFINITION.forward(q, k, v, bias, causal, scale, draws, dropout, start)
-    if causal and start:
-        return _forward_of_rows(q, k, v, scale, start)
+    places = RowPlaces(start, step)
+    if draws is not None or _has_two_masks(bias, causal, places):
+        return DEFINITION.forward(q, k, v, bias, causal, scale, draws, dropout, places)
+    if causal and places != WHOLE:
+        return _forward_of_rows(q, k, v, scale, places)
     return _forward(q, k, v, bias, causal, scale)
 
 
@@ -62,14 +64,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool,
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
-    scale: float, draws: Tensor | None = None, dropout: float = 0.0, start: int = 0, total: int = -1,
+    scale: float, draws: Tensor | None = None, dropout: float = 0.0, start: int = 0, step: int = 1, total: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, by the kernel that fits; by definition with dropout."""
-    operands = (grad, q, k, v, out, logsumexp, bias)
-    if draws is not None or _has_two_masks(bias, causal, start):
-        return DEFINITION.backward(*operands, causal, scale, draws, dropout, start)
-    if causal and start:
-        return _backward_of_rows(grad, q, k, v, out, logsumexp, scale, start)
+    operands, places = (grad, q, k, v, out, logsumexp, bias), RowPlaces(start, step)
+    if draws is not None or _has_two_masks(bias, causal, places):
+        return DEFINITION.backward(*operands, causal, scale, draws, dropout, places)
+    if causal and places != WHOLE:
+        return _backward_of_rows(grad, q, k, v, out, logsumexp, scale, places)
     return _backward(*operands, causal, scale)
 
 
@@ -81,51 +83,96 @@ def _backward(
     return kernel.backward(grad, q, k, v, out, logsumexp, bias, causal, scale)
 
 
-def _has_two_masks(bias: Tensor | None, causal: bool, start: int) -> bool:
+def _has_two_masks(bias: Tensor | None, causal: bool, places: RowPlaces) -> bool:
     """Return whether a block of keys may hide all from a row: kernels do not agree on the logsumexp of such a row."""
-    return bias is not None and causal and start > 0
+    return bias is not None and causal and places != WHOLE
 
 
-# ---- causal attention of a piece of the queries, which begins at a row of the whole
+# ---- causal attention of some of the queries, in blocks that one call of a kernel computes each
 #
-# All its queries see the keys in front of that row, and each sees those behind it as far as its own place: attention
-# without a mask, and causal attention.  Their results are joined by their logsumexps (Dao et al., "FlashAttention",
-# arXiv 2205.14135, section 3.1), and backward of a block reads those of all keys.  No mask is made.
+# A rank holds queries at places start, start + step, ... of a sequence; a key is seen by those at its place and behind.
+# Of keys that are step apart, as those of one rank are, query i sees the first i + d, for one number d: the keys that
+# all queries see, without a mask, and causal attention behind them.  So no mask is made.  Results of blocks are merged
+# by their logsumexps (Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1), and backward of a block reads those
+# of all keys.
 
 
-def _blocks(q: Tensor, k: Tensor, start: int) -> list[tuple[slice, bool]]:
-    """Keys that the queries see, and whether a causal mask hides some of them; never none."""
-    rows, keys = q.shape[2], k.shape[2]
-    blocks = [(slice(0, min(start, keys)), False), (slice(start, min(start + rows, keys)), True)]
-    return [block for block in blocks if block[0].stop > block[0].start] or blocks[1:]
+class CausalBlock(NamedTuple):
+    """Queries and keys of which each query sees each key, or under a causal mask those up to its own number."""
+
+    rows: slice
+    keys: slice
+    causal: bool
 
 
-def _forward_of_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, start: int) -> tuple[Tensor, Tensor]:
-    """Result and logsumexp.  start: the row of the first query."""
-    results = [_forward(q, k[:, :, keys], v[:, :, keys], None, causal, scale) for keys, causal in _blocks(q, k, start)]
-    if len(results) == 1:
-        return results[0]
-    logsumexp = torch.logaddexp(*(sums for _, sums in results))
-    out = torch.zeros((), dtype=wide(q.dtype), device=q.device)
-    for part, sums in results:
-        out = out + part * (sums - logsumexp).exp_().unsqueeze(-1)
-    return laid_out(out.to(q.dtype), v.shape[-1]), logsumexp
+def causal_blocks(rows: int, keys: int, of_rows: RowPlaces, of_keys: RowPlaces = WHOLE) -> Iterator[CausalBlock]:
+    """The blocks in which ``rows`` queries see ``keys`` keys; where no query sees any, none.
+
+    Keys stand in every place, or as far apart as queries.
+    """
+    stride = of_rows.step // of_keys.step
+    for first in range(min(stride, keys)):
+        count = len(range(first, keys, stride))
+        seen = (of_rows.start - of_keys.start - of_keys.step * first) // of_rows.step  # by all rows, and one further
+        for block in _blocks(rows, count, seen):
+            inside = range(first, keys, stride)[block.keys]
+            yield block._replace(keys=slice(inside.start, inside[-1] + 1, stride))
+
+
+def _blocks(rows: int, keys: int, seen: int) -> Iterator[CausalBlock]:
+    """The blocks in which query i sees keys up to number i + ``seen``."""
+    if seen > 0 and keys:
+        yield CausalBlock(slice(0, rows), slice(0, min(seen, keys)), False)
+    first_row, first_key = max(-seen, 0), max(seen, 0)
+    count = min(rows - first_row, keys - first_key)
+    if count > 0:
+        yield CausalBlock(slice(first_row, rows), slice(first_key, first_key + count), True)
+
+
+def merge(out: Tensor, logsumexp: Tensor, part: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """The result and logsumexp of keys seen before and of further ones, in the dtype of the logsumexp.
+
+    A logsumexp of -inf: no key is seen yet, or none of the further ones.
+    """
+    merged = torch.logaddexp(logsumexp, sums)
+    reference = merged.masked_fill(merged.isneginf(), 0.0)
+    before, behind = ((x - reference).exp_().unsqueeze(-1) for x in (logsumexp, sums))
+    return out * before + part * behind, merged
+
+
+def _forward_of_rows(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, places: RowPlaces, of_keys: RowPlaces = WHOLE
+) -> tuple[Tensor, Tensor]:
+    """Result and logsumexp; places: those of the queries."""
+    blocks = list(causal_blocks(q.shape[2], k.shape[2], places, of_keys))
+    if len(blocks) == 1 and blocks[0].rows.start == 0:
+        ((_, keys, causal),) = blocks
+        return _forward(q, k[:, :, keys], v[:, :, keys], None, causal, scale)
+    sums = wide(q.dtype)
+    out = q.new_zeros((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), dtype=sums).transpose(1, 2)
+    logsumexp = q.new_full(q.shape[:3], -torch.inf, dtype=sums)
+    for rows, keys, causal in blocks:
+        result = _forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], None, causal, scale)
+        out[:, :, rows], logsumexp[:, :, rows] = merge(out[:, :, rows], logsumexp[:, :, rows], *result)
+    return out.to(q.dtype), logsumexp
 
 
 def _backward_of_rows(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, scale: float,
-    start: int,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, scale: float, places: RowPlaces,
+    of_keys: RowPlaces = WHOLE,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of this piece's queries, and what these add to those of all keys and values."""
-    dq = torch.zeros((), dtype=wide(q.dtype), device=q.device)
-    dk, dv = (
-        torch.zeros_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for x in (k, v)
+    """Gradients of these queries, and what they add to those of all keys and values."""
+    dq, dk, dv = (
+        torch.zeros_like(x.transpose(1, 2), memory_format=torch.contiguous_format, dtype=dtype).transpose(1, 2)
+        for x, dtype in ((q, wide(q.dtype)), (k, k.dtype), (v, v.dtype))
     )
-    for keys, causal in _blocks(q, k, start):
-        operands = grad, q, k[:, :, keys], v[:, :, keys], out, logsumexp
-        more, dk[:, :, keys], dv[:, :, keys] = _backward(*operands, None, causal, scale)
-        dq = dq + more
-    return laid_out(dq.to(q.dtype), q.shape[-1]), dk, dv
+    for rows, keys, causal in causal_blocks(q.shape[2], k.shape[2], places, of_keys):
+        operands = grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows]
+        more, dk[:, :, keys], dv[:, :, keys] = _backward(
+            *operands, logsumexp[:, :, rows].contiguous(), None, causal, scale
+        )
+        dq[:, :, rows] += more
+    return dq.to(q.dtype), dk, dv
 
 
 # ---- the kernel of the CPU, which takes every row to be dense

@@ -201,10 +201,11 @@ def flops_of(node: fx.Node, size: Callable[[Any], Any]) -> float:
 
 def _share_seen(node: fx.Node, causal: Any, queries: int, keys: int) -> float:
     """The share of its scores that attention computes: a half under a causal mask, on the rank with the last piece of
-    split queries all but its own upper half."""
+    split queries all but its own upper half, where it holds each n-th query a half again."""
     if not causal:
         return 1.0
-    return 1.0 - queries / (2.0 * keys) if "start" in node.kwargs and keys else 0.5
+    is_piece = "start" in node.kwargs and "step" not in node.kwargs
+    return 1.0 - queries / (2.0 * keys) if is_piece and keys else 0.5
 
 
 def _convolution_backward(formula: Any, args: tuple[Any, ...], out: Any) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from graphzero.sbp.op_call import Op, argument_names
-from graphzero.sbp.registry import Shape, base_of, entry_of, is_offset_form
+from graphzero.sbp.registry import Offset, Shape, base_of, entry_of, is_offset_form
 from graphzero.sbp.shards import LocalSize, LocalStart
 from graphzero.sbp.types import Nd
 
@@ -52,33 +52,40 @@ def local_args(
     return tuple(new_args), new_kwargs
 
 
+def needed_offset(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Offset | None:
+    """The offset form of an op that depends on places; None of any other."""
+    entry = entry_of(op)
+    offset = entry.offset if entry is not None else None
+    return offset if offset is not None and offset.is_needed(op, args, kwargs) else None
+
+
 def offset_form(
     op: Op,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     inputs: Sequence[Pair],
     outputs: Sequence[Pair],
-    starts: Callable[[Sequence[int], Nd], Sequence[Any]],
+    places: Callable[[Sequence[int], Nd], Sequence[tuple[Any, int] | None]],
 ) -> tuple[Op, dict[str, Any]]:
     """The op that one rank calls for ``op``, with its keyword arguments: the op itself, or its offset form.
 
-    ``inputs`` and ``outputs`` are as for ``local_args``; ``starts`` tells of each dim where the rank's piece begins, an
-    int or LocalStart, or None where it is whole.
+    ``inputs`` and ``outputs`` are as for ``local_args``; ``places`` tells of each dim the rank's first place, an int or
+    LocalStart, and how far apart its places are; None where it is whole.
     """
-    entry = entry_of(op)
-    offset = entry.offset if entry is not None else None
+    offset = needed_offset(op, args, kwargs)
     shape, nd = (*inputs, *outputs)[offset.tensor] if offset is not None else ((), ())
-    if offset is not None and shape and offset.is_needed(op, args, kwargs):
+    if offset is not None and shape:
         dim = offset.dim_in(op, args, kwargs, len(shape))
-        start = starts(shape, nd)[dim]
-        if start is not None:
-            return offset.op, {**kwargs, "start": start, "total": shape[dim]}
+        place_and_step = places(shape, nd)[dim]
+        if place_and_step is not None:
+            start, step = place_and_step
+            return offset.op, {**kwargs, "start": start, **({"step": step} if step > 1 else {}), "total": shape[dim]}
     return op, dict(kwargs)
 
 
 def of_whole(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, tuple[Any, ...], dict[str, Any]]:
     """The call on whole tensors of which this is what one rank makes: the way back from the two above."""
-    base, said = base_of(op), ("start", "total") if is_offset_form(op) else ()
+    base, said = base_of(op), ("start", "step", "total") if is_offset_form(op) else ()
     named = {name: arg for name, arg in kwargs.items() if name not in said}
     return base, tuple(map(_global, args)), {name: _global(arg) for name, arg in named.items()}
 

@@ -25,7 +25,6 @@ from graphzero.sbp.derive import Cut, derive
 from graphzero.sbp.factors import Factors, parse
 from graphzero.sbp.op_call import Call, Op, argument_names, frozen, op_name, operands_of, overload_of, with_scalars
 from graphzero.sbp.signature import Signature, TensorMeta, all_broadcast
-from graphzero.sbp.types import S
 
 Shape = Sequence[Any]  # of ints or LocalSize
 SizeRule = Callable[[Sequence[Shape], Sequence[Shape]], Any]  # local shapes of inputs and outputs -> the argument
@@ -53,6 +52,7 @@ class Offset:
     op itself may.  tensor, dim: the dim in question; the number of an operand, or -1 for the one result, and a number
     or the argument that holds it.
     only: the argument that says whether the op depends on places at all, as ``causal`` of attention; "" if it does.
+    takes_step: whether it also takes ``step``: a rank may hold each ``step``-th place, in sections of one place a rank.
     """
 
     op: Op
@@ -60,6 +60,7 @@ class Offset:
     tensor: int
     dim: int | str
     only: str = ""
+    takes_step: bool = False
 
     def is_needed(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether the op with these arguments depends on the places of the dim."""
@@ -71,12 +72,14 @@ class Offset:
             return min(self.dim, ndim - 1)
         return int(_argument(op, args, kwargs, self.dim)) % max(ndim, 1)
 
-    def splits(self, call: Call, signature: Signature) -> bool:
-        """Return whether a signature splits the dim, in one section: a rank's piece has one beginning."""
+    def splits(self, call: Call, signature: Signature, ranks: int | None) -> bool:
+        """Return whether a signature splits the dim, in sections that give a rank places equally far apart."""
         metas = (*call.tensors, *(m for m in call.outputs if m is not None))
-        sbp = (*signature.inputs, *signature.outputs)[self.tensor]
-        ndim = len(metas[self.tensor].shape)
-        return ndim > 0 and sbp is S(self.dim_in(call.op, call.args, call.kwargs, ndim))
+        sbp, shape = (*signature.inputs, *signature.outputs)[self.tensor], metas[self.tensor].shape
+        if not shape or not sbp.is_split or sbp.dim != self.dim_in(call.op, call.args, call.kwargs, len(shape)):
+            return False
+        is_stripe = self.takes_step and ranks is not None and sbp.sections * ranks == shape[sbp.dim]
+        return sbp.sections == 1 or is_stripe
 
 
 def _argument(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
@@ -243,7 +246,7 @@ def _signatures(call: Call, cut: Cut) -> tuple[Signature, ...]:
     signatures = (first, *_written(call, entry.rule, entry.nonempty, cut))
     if entry.offset is not None:
         placed = _written(call, entry.offset.rule, entry.nonempty, cut)
-        signatures += tuple(signature for signature in placed if entry.offset.splits(call, signature))
+        signatures += tuple(signature for signature in placed if entry.offset.splits(call, signature, cut.ranks))
     return tuple(dict.fromkeys(signatures))
 
 

@@ -19,9 +19,9 @@ from graphzero.sbp.op_call import op_name, overload_of
 from graphzero.sbp.rank_call import local_args, offset_form
 from graphzero.sbp.reductions import REDUCTIONS
 from graphzero.sbp.registry import has_rule, signatures
-from graphzero.sbp.shards import chunk, cut, joined, piece_shape
+from graphzero.sbp.shards import chunk, cut, joined, piece_shape, steps_of
 from graphzero.sbp.signature import Signature, TensorMeta
-from graphzero.sbp.types import Nd, S, Sbp
+from graphzero.sbp.types import Nd, Sbp
 
 Op = Callable[..., Any]
 
@@ -115,11 +115,15 @@ def _broken(
         def local(shape: Sequence[int], nd: Nd, rank: int = rank) -> Sequence[int]:
             return piece_shape(shape, nd, (ranks,), (rank,))
 
-        def starts(shape: Sequence[int], nd: Nd, rank: int = rank) -> list[int | None]:
-            return [chunk(n, ranks, rank)[0] if nd[0] is S(dim) else None for dim, n in enumerate(shape)]
+        def places(shape: Sequence[int], nd: Nd, rank: int = rank) -> list[tuple[int, int] | None]:
+            steps = enumerate(zip(shape, steps_of(shape, nd), strict=True))
+            return [
+                (chunk(size if step == 1 else step, ranks, rank)[0], step) if nd[0].dim == dim else None
+                for dim, (size, step) in steps
+            ]
 
         args, kwargs = local_args(op, args, kwargs, inputs, outputs, local)
-        called, kwargs = offset_form(op, args, kwargs, inputs, outputs, starts)
+        called, kwargs = offset_form(op, args, kwargs, inputs, outputs, places)
         try:
             results.append([x for x in _outputs(called(*args, **kwargs)) if x is not None])
         except (RuntimeError, IndexError, ValueError) as error:

@@ -72,6 +72,15 @@ def sections_at(nd: Nd, hierarchy: Sequence[int], axis: int) -> int:
     return mine.sections // prod(hierarchy[i] for i in others if nd[i].sections < mine.sections)
 
 
+def steps_of(shape: Sequence[int], nd: Nd) -> list[int]:
+    """How far apart neighbours in a rank's piece are in each dim: the length of a section, 1 where there is only one.
+
+    So where each rank has one place of a section; ``nd`` is without what cuts nothing.
+    """
+    sections = [max((s.sections for s in nd if s.is_split and s.dim == dim), default=1) for dim in range(len(shape))]
+    return [1 if count == 1 else size // count for size, count in zip(shape, sections, strict=True)]
+
+
 def nests(shape: Sequence[int], nd: Nd, hierarchy: Sequence[int]) -> bool:
     """Return whether ranks can hold a tensor so: the sections of each dim, and their pieces over all axes, are even.
 

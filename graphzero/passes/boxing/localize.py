@@ -20,7 +20,7 @@ from graphzero.ir.value import TensorType
 from graphzero.ops import STOCHASTIC_ROUND, UNIFORM_LIKE
 from graphzero.passes.base import BuiltinPass
 from graphzero.sbp import rank_call
-from graphzero.sbp.shards import LocalSize, LocalStart, Unfolded, cutting, unfold
+from graphzero.sbp.shards import LocalSize, LocalStart, Unfolded, cutting, steps_of, unfold
 from graphzero.sbp.types import Nd
 
 aten = torch.ops.aten
@@ -59,8 +59,8 @@ class Localize(BuiltinPass):
         def local(shape: Sequence[int], nd: Nd) -> list[Any]:
             return local_sizes(graph, shape, nd)
 
-        def starts(shape: Sequence[int], nd: Nd) -> list[Any]:
-            return local_starts(graph, shape, nd)
+        def places(shape: Sequence[int], nd: Nd) -> list[Any]:
+            return local_places(graph, shape, nd)
 
         for node in list(graph.nodes):
             if node.target in DRAWS:
@@ -69,7 +69,7 @@ class Localize(BuiltinPass):
                 op: Any = node.target
                 pairs = calls.operand_pairs(node), calls.result_pairs(node)
                 args, kwargs = rank_call.local_args(op, node.args, node.kwargs, *pairs, local)
-                node.target, node.kwargs = rank_call.offset_form(op, args, kwargs, *pairs, starts)
+                node.target, node.kwargs = rank_call.offset_form(op, args, kwargs, *pairs, places)
                 node.args = args
         graph.level = "local"
         return graph
@@ -83,6 +83,16 @@ def local_sizes(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
 def local_starts(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
     """The start of one rank's piece in each dim: a ``LocalStart`` where the dim is split, else None."""
     return [start if isinstance(start, LocalStart) else None for start in _of_part(graph, shape, nd, LocalStart)]
+
+
+def local_places(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
+    """The first place of one rank in each dim, and how far apart its places are; None where the dim is whole.
+
+    Dims are in one section, or in sections of one place for each rank.
+    """
+    steps = steps_of(shape, cutting(nd, graph.placement.hierarchy))
+    starts = local_starts(graph, [size if step == 1 else step for size, step in zip(shape, steps, strict=True)], nd)
+    return [None if start is None else (start, step) for start, step in zip(starts, steps, strict=True)]
 
 
 def _of_part(graph: StepGraph, shape: Sequence[int], nd: Nd, what: Callable[[Any, str], Any]) -> list[Any]:

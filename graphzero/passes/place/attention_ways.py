@@ -85,9 +85,9 @@ class SplitSequence:
         return {name: [pin for pin in pins if pin.box.have is not pin.box.want] for name, pins in possible.items()}
 
     @property
-    def is_causal(self) -> bool:
-        """Whether it has a causal mask of its own."""
-        return bool(_argument(self.node, "causal"))
+    def is_unequal(self) -> bool:
+        """Whether pieces of the queries have unequal work: those of contiguous rows under a causal mask."""
+        return bool(_argument(self.node, "causal")) and self._sbps[0].sections == 1
 
     def price(self, pins: Sequence[PlannedPin]) -> float:
         """The price of a way: bytes that a rank sends, seconds with links."""

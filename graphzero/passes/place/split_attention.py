@@ -31,8 +31,9 @@ class SplitAttention(BuiltinPass):
     It moves no data; boxing makes the collectives between the pins.  Attention stays as it is where neither way is
     possible.
 
-    split_attention: "exchange", "gather", or "auto": exchange under a causal mask, where pieces of queries have unequal
-        work, else what sends fewer bytes.  Where heads cannot be split, keys are gathered whatever it says.
+    split_attention: "exchange", "gather", or "auto": exchange under a causal mask where queries are in contiguous
+        pieces, which have unequal work, else what sends fewer bytes.  Where heads cannot be split, keys are gathered
+        whatever it says.
     links: what communication costs on each axis, () for bytes.
 
     Requires: pins on inputs, uses and gradients.
@@ -103,7 +104,7 @@ class SplitAttention(BuiltinPass):
         ways = sequence.ways
         if self.split_attention in ways:
             return ways[self.split_attention]
-        if "exchange" in ways and sequence.is_causal:
+        if "exchange" in ways and sequence.is_unequal:
             return ways["exchange"]
         return min(ways.values(), key=sequence.price, default=[])
 

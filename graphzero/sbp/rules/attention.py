@@ -1,7 +1,7 @@
 """Scaled dot product attention, graphzero's own op and ATen's CPU kernel.
 
-Queries may be split: where a causal mask counts their places, graphzero's op is told where a piece begins, and ATen's
-cannot be.  Keys stay whole: a softmax over pieces needs more than a sum to be joined.
+Queries may be split: where a causal mask counts their places, graphzero's op is told those of a rank, and ATen's cannot
+be.  Keys stay whole: a softmax over pieces needs more than a sum to be joined.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _own(line: Callable[..., str], queries: Callable[[bool], str] = lambda causa
 
 
 for _op, _line, _queries in ((ATTENTION, forward, 0), (ATTENTION_BACKWARD, backward, 1)):
-    rule(_op, _own(_line, _whole), nonempty=True, offset=Offset(_op, _own(_line), _queries, 2, only="causal"))
+    rule(_op, _own(_line, _whole), nonempty=True, offset=Offset(_op, _own(_line), _queries, 2, "causal", True))
 
 
 @rule(overloads("_scaled_dot_product_flash_attention_for_cpu"), nonempty=True)

@@ -94,6 +94,7 @@ LAYOUTS = [
     attention(axes="cp=2, cq=2", q="S(2) S(2)", k="S(2) S(2)"),
     attention(axes="cp=3, cq=2", q="S(2) S(2)", k="S(2) S(2)"),
     attention(q="S(2,3)", k="S(2,3)"),
+    attention(axes="cp=3, cq=2", q="S(2,2) S(2)", k="S(2,2) S(2)"),
     attention(axes="cp=3", keys=3),
     attention(axes="cp=3", keys=10),
 ]
