@@ -87,6 +87,7 @@ from graphzero._compat.objects import (
     take_class,
     unhooked_step,
     users_class,
+    with_local,
 )
 from graphzero._compat.tracing import (
     ASSERT,
@@ -192,6 +193,7 @@ __all__ = [
     "loads_by_code",
     "local_of_dtensor",
     "local_tensor",
+    "with_local",
     "lost_by_gloo",
     "mesh_of_other_ranks",
     "make_fx",

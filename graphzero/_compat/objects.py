@@ -122,6 +122,11 @@ def alias(x: DTensor) -> DTensor:
     return DTensor(x._local_tensor.detach(), x._spec, requires_grad=False)
 
 
+def with_local(x: DTensor, local: Tensor) -> DTensor:
+    """A DTensor that lies as ``x`` does, with ``local`` as this process' own piece."""
+    return DTensor(local, x._spec, requires_grad=False)
+
+
 def local_tensor(x: Tensor) -> Tensor:
     """This process' own piece of a DTensor, not a view of it; a plain tensor itself."""
     return x._local_tensor if is_dtensor(x) else x

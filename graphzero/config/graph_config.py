@@ -18,6 +18,7 @@ from graphzero.config.amp import amp_of
 from graphzero.config.links import links_of
 from graphzero.config.members import PluginMembers, add_members, no_such_setting, plugin_members
 from graphzero.config.named import with_input, with_pass
+from graphzero.config.offload import offload_of
 from graphzero.config.plugin_settings import with_value
 from graphzero.config.settings import Settings
 from graphzero.config.stages import read_auto_stages, with_stage
@@ -67,6 +68,21 @@ class GraphConfig(metaclass=PluginMembers):
         False leaves it to the memory budget; without one, nothing stays.
         """
         self._set(zero=zero_of(mode, stage, shard_min_size, axis, keep_gathered, self._placement))
+
+    def enable_offload(self, states: bool = True, *, path: str | os.PathLike[str] | None = None) -> None:
+        """Keep optimizer states in host memory: the device holds those of two buckets, while it steps them.
+
+        The same bits, with any optimizer of torch's form.  A bucket is the states of one parameter, or of several with
+        ``bucket_bytes`` in all; it comes while the one before it is stepped, and goes back behind its own step.  States
+        that are 0-d stay on the device.  A step moves them all over the link to the host, once in each direction.
+        states: False turns it off.
+        path: of a folder in which each rank keeps its states in a file, instead of in memory; it is made if it is not
+        there.  The file goes when the Graph does.  Of CPU ranks this is how memory is saved.
+
+        Raises ConfigError when the step is compiled with pipeline stages or ``set_cuda_graph``, and when states are
+        laid out in a folder that cannot be written, or on a disk that has no room for them.
+        """
+        self._set(offload=offload_of(states, path))
 
     def set_memory_budget(self, nbytes: int | None) -> None:
         """Say how many bytes the plan of a step may peak at on one rank; None, the default, for any number.

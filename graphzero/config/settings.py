@@ -7,6 +7,7 @@ from typing import Any
 
 from graphzero.config.amp import AmpSettings
 from graphzero.config.named import InputSbp, UserPass
+from graphzero.config.offload import OffloadSettings
 from graphzero.config.plugin_settings import PluginValue, plugin_settings
 from graphzero.config.setting import (
     YES_OR_NO,
@@ -48,6 +49,12 @@ class Settings(Checked):
         Check(lambda x: isinstance(x, AmpSettings), "give its keyword arguments"),
         "enable_amp({})",
         doc="Mixed precision as ``enable_amp`` left it; off without it.",
+    )
+    offload: OffloadSettings = setting(
+        OffloadSettings(),
+        Check(lambda x: isinstance(x, OffloadSettings), "give its keyword arguments"),
+        "enable_offload({})",
+        doc="What lies in host memory as ``enable_offload`` left it; nothing without it.",
     )
     memory_budget: int | None = setting(
         None,

@@ -68,7 +68,7 @@ def lower_program(graph: StepGraph, ranks: int | None = None, device_type: str =
 def _first_needed(graph: StepGraph) -> str:
     """The first built-in pass that a graph needs to run; "" if it is ready."""
     waits_for_slot = any(moves.slot == NO_SLOT_YET for moves in liveness(graph).transfers.values())
-    if any(node.target is ops.assign for node in graph.nodes):
+    if any(node.target in ops.ASSIGNING for node in graph.nodes):
         return "slots" if waits_for_slot else ""
     return "copy_old" if waits_for_slot else first_on(graph.level)
 

@@ -26,7 +26,7 @@ from graphzero.ops import AS_GLOBAL
 from graphzero.runtime import kernels
 
 _SEEN = "__seen_"
-_HIDDEN = (ops.assign, ops.launch, ops.wait)
+_HIDDEN = (ops.assign, ops.launch, ops.wait, *ops.HOST_COPIES)
 
 
 @dataclass

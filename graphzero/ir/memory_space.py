@@ -1,9 +1,10 @@
 """Memory that holds each value: that of the rank's device, or, for results of some ops, that of the host.
 
-Like the storage of a value it follows from the op that makes it, so it is not printed.  What lies in host memory is no
-memory of the device: the plan counts it apart, and so does the measurement.  It is read by the ops that bring it back,
-and by nothing else (``verifier.memory_spaces``).  On a CPU both are the same chips, and are told apart all the same, so
-that a program for an accelerator can be planned, tested and measured where there is none.
+Like the storage of a value it follows from the op that makes it, so it is not printed; a state lies in host memory
+where the step copies it to the device, or writes it there, by ``to_device_launch`` and ``to_host_launch``.  What lies
+in host memory is no memory of the device: the plan counts it apart, and so does the measurement.  It is read by the ops that
+bring it back, and by nothing else (``verifier.memory_spaces``).  On a CPU both are the same chips, and are told apart
+all the same, so that a program for an accelerator can be planned, tested and measured where there is none.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from torch import fx
 
 from graphzero.errors import ConfigError
+from graphzero.ir import ops
 from graphzero.sbp.op_call import Op, op_name, overload_of
 from graphzero.sbp.registry import has_rule
 
@@ -55,6 +57,18 @@ def is_reload(target: Any) -> bool:
     return target in _RELOADS
 
 
+def is_host_state(node: fx.Node) -> bool:
+    """Return whether a value is a state that lies in host memory between steps."""
+    return node.op == "placeholder" and any(
+        user.target in ops.HOST_LAUNCHES and user.args[0] is node for user in node.users
+    )
+
+
+def lies_on_host(node: fx.Node) -> bool:
+    """Return whether the storage that a node makes, or that a placeholder stands for, is in host memory."""
+    return is_offload(node.target) or is_host_state(node)
+
+
 def uses_host(nodes: Iterable[fx.Node]) -> bool:
     """Return whether anything in a program lies in host memory."""
-    return bool(_OFFLOADS) and any(node.target in _OFFLOADS for node in nodes)
+    return any(node.target in _OFFLOADS or node.target in ops.HOST_LAUNCHES for node in nodes)

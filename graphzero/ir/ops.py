@@ -23,6 +23,10 @@ launch(collective, slot, *args)       begin a bucketed collective in communicati
                                       one, straight from its storage into the result's (see ``ir.transfer``)
 wait(h)                               its results
 assign(p, x)                          write x into the storage of placeholder p; every reader of p ran before
+to_device_launch(p)                   begin to copy placeholder p, which lies in host memory, to the device
+to_device_wait(l, p)                  the copy, when it has arrived; p may not change until then
+to_host_launch(p, x)                  begin to write x into the storage of placeholder p in host memory
+to_host_wait(l, x)                    p, when x is there; x may not change until then
 micro_batch(k)                        which of the k micro-batches runs: 0 to k - 2 in what is repeated; k - 1 behind it
 take(x, dim, i, k)                    the i-th of k equal parts of this rank's x along dim, as a view
 accumulator(shape, dtype)             room for what micro-batches add up or hand out, not filled
@@ -110,6 +114,22 @@ def assign(p: Any, x: Any) -> Any:
     _never("assign")
 
 
+def to_device_launch(p: Any) -> Any:
+    _never("to_device_launch")
+
+
+def to_device_wait(launched: Any, p: Any) -> Any:
+    _never("to_device_wait")
+
+
+def to_host_launch(p: Any, x: Any) -> Any:
+    _never("to_host_launch")
+
+
+def to_host_wait(launched: Any, x: Any) -> Any:
+    _never("to_host_wait")
+
+
 def micro_batch(k: int) -> Any:
     _never("micro_batch")
 
@@ -148,8 +168,13 @@ MOVES: tuple[Callable[..., Any], ...] = (*COLLECTIVES, relabel, slice_shard, kee
 COMMUNICATING: tuple[Callable[..., Any], ...] = (*COLLECTIVES, *BUCKETS, launch, wait)  # where ranks meet
 
 IN_TURN: tuple[Callable[..., Any], ...] = (take, accumulator, accumulate, accumulate_mm, put, carry)  # micro-batches
+HOST_LAUNCHES: tuple[Callable[..., Any], ...] = (to_device_launch, to_host_launch)
+HOST_WAITS: tuple[Callable[..., Any], ...] = (to_device_wait, to_host_wait)
+HOST_COPIES: tuple[Callable[..., Any], ...] = (*HOST_LAUNCHES, *HOST_WAITS)
+ASSIGNING: tuple[Callable[..., Any], ...] = (assign, to_host_launch)  # of which the first operand is not read
 WRITING: tuple[Callable[..., Any], ...] = (
-    assign,
+    *ASSIGNING,
+    *HOST_WAITS,
     accumulate,
     accumulate_mm,
     put,
@@ -157,5 +182,7 @@ WRITING: tuple[Callable[..., Any], ...] = (
 )  # into the storage of their first operand
 ACCUMULATIONS = ("sum", "max", "min", "mean")
 
-_ALL: tuple[Callable[..., Any], ...] = (use, box, *MOVES, *BUCKETS, launch, wait, assign, micro_batch, *IN_TURN)
+_ALL: tuple[Callable[..., Any], ...] = (
+    use, box, *MOVES, *BUCKETS, launch, wait, assign, *HOST_COPIES, micro_batch, *IN_TURN,
+)  # fmt: skip
 BY_NAME: dict[str, Callable[..., Any]] = {op.__name__: op for op in _ALL}

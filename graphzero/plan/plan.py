@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import fx
 
-from graphzero.ir import value
+from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.memory_space import is_offload, is_reload
 from graphzero.ir.storage.arena import Arena
-from graphzero.ir.storage.liveness import Bytes, StorageSpan, liveness
+from graphzero.ir.storage.liveness import Bytes, Liveness, StorageSpan, liveness
 from graphzero.ir.transfer import Transfer
 from graphzero.ir.transfer_layout import shape_on
 from graphzero.ir.verifier.verify import examine
@@ -50,6 +51,13 @@ class Collective(NamedTuple):
     elements: float = 0.0
 
 
+class HostTraffic(NamedTuple):
+    """Bytes that a step of one rank copies between host memory and the device, in each direction."""
+
+    to_device: int = 0
+    to_host: int = 0
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes by category: between calls (``resident``) and at the worst moment of a call (``at_peak``).
@@ -59,8 +67,9 @@ class MemoryPlan:
     model_state: resident parameters, their copies and optimizer states, plus the gradient bytes alive when
     backward ends: the number of the ZeRO papers.  Inputs are the caller's and not counted.
     activations: the most bytes at any moment of what forward leaves, or backward computes again or brings back.
-    host: the most bytes at any moment of what ops have put into host memory, ``gz.passes.host_memory``; no memory of
-    the device, and no part of ``peak``.
+    host: the most bytes in host memory at any moment: optimizer states by ``config.enable_offload``, and what ops have
+    put there, ``gz.passes.host_memory``; no memory of the device, and no part of ``peak``.  host_resident: those of it
+    that stay between calls.
     """
 
     resident: dict[str, int]
@@ -69,6 +78,7 @@ class MemoryPlan:
     peak_at: str = ""
     activations: int = 0
     host: int = 0
+    host_resident: int = 0
 
     @property
     def peak(self) -> int:
@@ -152,6 +162,7 @@ class Plan:
     ``config.set_links`` said.  stage: of ZeRO.  kept: parameters gathered once a step, not once for forward and
     once for backward.  recomputed: values of forward that backward computes again.  decisions: what a memory budget
     and the like decided, in words.  pipeline: of pipeline stages, whose fullest rank all else is of.
+    host_traffic: bytes over the link to the host.
     """
 
     name: str
@@ -167,6 +178,7 @@ class Plan:
     recomputed: tuple[str, ...] = ()
     decisions: tuple[str, ...] = ()
     pipeline: PipelinePlan | None = None
+    host_traffic: HostTraffic = HostTraffic()
 
     @property
     def comm_bytes(self) -> float:
@@ -191,10 +203,12 @@ class Plan:
                 "model_state": self.memory.model_state,
                 "activations": self.memory.activations,
                 "host": self.memory.host,
+                "host_resident": self.memory.host_resident,
             },
             "collectives": [
                 collective._asdict() | {"names": list(collective.names)} for collective in self.collectives
             ],
+            "host_traffic": self.host_traffic._asdict(),
             "comm_bytes": self.comm_bytes,
             "comm_seconds": self.comm_seconds,
             "comm_volume": self.comm_volume,
@@ -217,9 +231,14 @@ class Plan:
         lines.append(f"  {'total':<20}{mega(total):>16}{mega(self.memory.peak):>16}   at {self.memory.peak_at}")
         lines.append(f"  {'model state':<20}{mega(self.memory.model_state):>16}")
         if self.memory.host:
-            lines.append(f"  {'in host memory':<20}{'':>16}{mega(self.memory.host):>16}   at most, beside the device's")
+            stays = mega(self.memory.host_resident) if self.memory.host_resident else ""
+            host = f"{stays:>16}{mega(self.memory.host):>16}"
+            lines.append(f"  {'in host memory':<20}{host}   at most, beside the device's")
         lines += ["", *self._traffic_lines()]
         lines.append(f"  parameters and gradients: {self.comm_volume:.3f} Psi; padding {mega(self.padding_bytes)}")
+        if any(self.host_traffic):
+            up, down = map(mega, self.host_traffic)
+            lines.append(f"  over the link to the host: {up} to the device, {down} to the host")
         lines += [f"  {line}" for line in self.decisions]
         lines += ["", *(f"  {line}" for line in self.pipeline.lines)] if self.pipeline is not None else []
         return "\n".join(lines)
@@ -272,7 +291,16 @@ def plan_of(graph: StepGraph, rank: int | None = None, links: Links = ()) -> Pla
         padding_bytes=sum(padding for _, padding in entries),
         comm_volume=sum(entry.elements for entry, _ in entries) / max(parameters, 1),
         links=links,
+        host_traffic=host_traffic_of(at, rank),
     )
+
+
+def host_traffic_of(at: Liveness, rank: int | None = None) -> HostTraffic:
+    """Bytes that a step copies between host memory and the device."""
+    nodes = [at.nodes[i] for i in at.turns]
+    ups = (node for node in nodes if node.target is ops.to_device_launch or is_reload(node.target))
+    downs = (node for node in nodes if node.target is ops.to_host_launch or is_offload(node.target))
+    return HostTraffic(*(sum(at.nbytes_of(node, rank) for node in copies) for copies in (ups, downs)))
 
 
 def is_average(param: fx.Node) -> bool:
@@ -343,8 +371,10 @@ def memory_of(graph: StepGraph, rank: int | None = None, arena: Arena | None = N
     gradients = sum(span.nbytes for span in grads if span.begin <= backward_end < span.end)
     state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
     where = f"'{at.nodes[worst].name}' in {value.phase_of(at.nodes[worst])}"
-    host = int(at.over_time(at.on_host(rank)).max())
-    return MemoryPlan(resident, at_peak, state, where, int(over["activations"].max()), host)
+    on_host = at.on_host(rank)
+    stays = sum(span.nbytes for span in on_host if span.begin < 0)
+    host = stays + int(at.over_time(on_host).max())
+    return MemoryPlan(resident, at_peak, state, where, int(over["activations"].max()), host, stays)
 
 
 class AtPeak(NamedTuple):

@@ -89,6 +89,7 @@ def check_pipeline(settings: Settings, members: int) -> None:
         "set_row_tiles": settings.row_tiles > 1 and "more micro-batches, config.set_gradient_accumulation_steps(n)",
         "set_optimizer_in_backward": settings.optimizer_in_backward
         and "less to hold: config.enable_zero(stage=3), config.set_memory_budget(bytes)",
+        "enable_offload": settings.offload.states and "states split over the data ranks, config.enable_zero(stage=1)",
         "set_cuda_graph": settings.cuda_graph and 'compiled parts, config.set_executor("inductor")',
     }
     for name, alternative in instead.items():
@@ -171,6 +172,7 @@ def options_of(settings: Settings, placed: Mapping[Role, Nd], pipeline_stages: t
         micro_batches=settings.gradient_accumulation_steps,
         tiles=settings.row_tiles,
         links=settings.links,
+        offload_states=settings.offload.states,
         keep_gathered=zero.keep_gathered or (() if may_keep else None),
         bucket_bytes=settings.bucket_bytes,
         plugins=dict(settings.plugins),

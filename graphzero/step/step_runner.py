@@ -14,6 +14,7 @@ from graphzero.logs import event, is_on, phase, working
 from graphzero.runtime.execute.executor import Results
 from graphzero.runtime.state import preflight
 from graphzero.runtime.state.bind import bind
+from graphzero.runtime.state.host_states import HostStates
 from graphzero.runtime.world.consensus import BIND
 from graphzero.step.build_call import BuildCall
 from graphzero.step.program import StepProgram
@@ -41,9 +42,10 @@ class StepRunner:
         program, state = prepared.program, prepared.call.state
         captured, tensors = program.captured, state.tensors()
         ranks = self.source.ranks
+        host = HostStates(program.graph, prepared.source.world, prepared.call.settings.offload.path)
         shared = ranks.agree_on(
             BIND,
-            lambda: preflight.check_binding(state, program.graph, captured.states, tensors),
+            lambda: preflight.check_binding(state, program.graph, captured.states, tensors, host),
             lambda _: preflight.describe_binding(state, captured.states, captured.constants, tensors, program.repeated),
             needs=bool,
         )
@@ -56,7 +58,8 @@ class StepRunner:
         with phase("code"):
             executor = program.part.executor(prepared.source.world)
         with phase("tensors"):
-            executor.bind(bind(state, program.graph, captured.states, captured.constants, tensors, program.homes))
+            values = bind(state, program.graph, captured.states, captured.constants, tensors, program.homes, host)
+            executor.bind(values)
         state.finish_binding(program, executor)
         self.selection.record_bound(prepared)
 

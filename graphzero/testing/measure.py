@@ -8,6 +8,7 @@ from graphzero import _compat
 from graphzero.graph import Graph
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.memory_space import HOST, is_host_state
 from graphzero.ir.storage.liveness import RESIDENT, liveness
 from graphzero.runtime.world.world import Sent
 from graphzero.step.program_selector import PreparedCall
@@ -29,11 +30,12 @@ def measure_step(graph: Graph, *args: Any, **kwargs: Any) -> Measured:
     for node in program.placeholders(*RESIDENT):
         role = value.role_of(node)
         assert role is not None
+        category = HOST if is_host_state(node) else RESIDENT[role.kind]
         tensor = executor.bound[node.name][0]
         nbytes = (
             tensor.numel() * tensor.element_size() if prepared.source.placement.virtual else None
         )  # a view of the whole
-        meter.register(RESIDENT[role.kind], [tensor], nbytes)
+        meter.register(category, [tensor], nbytes)
     executor.meter = meter
     try:
         graph(*args, **kwargs)

@@ -32,8 +32,8 @@ class Measured:
 
     peak: the most that was alive at once, what was registered included; at_peak: by category at that moment;
     resident: by category, what was registered before the run; node: the op that reached the peak.
-    timeline: (op, bytes alive when it had run), in order.  host: the most that ops had put into host memory, which is
-    in none of the others.
+    timeline: (op, bytes alive when it had run), in order.  host: the most that was in host memory, which is in none of
+    the others.
     """
 
     peak: int
@@ -79,7 +79,7 @@ class MemoryMeter(TorchDispatchMode):
         for tensor in tensors:
             nbytes = tensor.untyped_storage().nbytes()
             nbytes = nbytes if most is None else min(nbytes, most)
-            if self._see(tensor, category, "", nbytes):
+            if self._see(tensor, category, "", nbytes) and category != HOST:
                 self._resident[category] = self._resident.get(category, 0) + nbytes
 
     def measured(self) -> Measured:

@@ -1,4 +1,5 @@
-"""Transfers between virtual ranks that take as long as they may, and in which nobody may meddle."""
+"""Transfers between virtual ranks, and copies to and from host memory, that take as long as they may, and in which
+nobody may meddle."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from graphzero import _compat
 from graphzero.errors import GraphZeroError
+from graphzero.runtime.world.host_copies import HostCopies
 from graphzero.runtime.world.virtual import COLLECTIVE_FUNCTIONS, VirtualWorld
 from graphzero.runtime.world.world import Run
 from graphzero.sbp.collectives import COLLECTIVES
@@ -17,7 +19,8 @@ from graphzero.sbp.collectives import COLLECTIVES
 
 @contextmanager
 def strict_transfers() -> Iterator[None]:
-    """Within it, collectives between virtual ranks move their data when a program waits for them, and not before.
+    """Within it, collectives between virtual ranks, and copies between host memory and the device of any ranks on CPUs,
+    move their data when a program waits for them, and not before.
 
     By itself a world of virtual ranks transfers when a collective is launched, so a program that reads what has not
     arrived, or writes over what is still being sent, computes the right numbers there, and wrong ones on a GPU.  Here
@@ -27,12 +30,14 @@ def strict_transfers() -> Iterator[None]:
     Raises:
         GraphZeroError: from the wait, if something between launch and wait wrote to what is sent or received.
     """
-    at_once = VirtualWorld.begin_transfer
+    at_once, copied_at_once = VirtualWorld.begin_transfer, HostCopies.begin_copy
     VirtualWorld.begin_transfer = staticmethod(StrictTransfer)  # type: ignore[method-assign]
+    HostCopies.begin_copy = staticmethod(StrictHostCopy)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
         VirtualWorld.begin_transfer = staticmethod(at_once)  # type: ignore[method-assign]
+        HostCopies.begin_copy = copied_at_once  # type: ignore[method-assign]
 
 
 class StrictTransfer:
@@ -78,6 +83,31 @@ class StrictTransfer:
                 out.copy_(x)
             sent = list(outs)
         COLLECTIVE_FUNCTIONS[self.kind](outs, sent, self.reduction)
+
+
+class StrictHostCopy:
+    """A copy between host memory and the device that is under way until it is waited for."""
+
+    def __init__(self, target: Tensor, source: Tensor) -> None:
+        self.target, self.source = target, source
+        with _compat.no_modes(), torch.no_grad():
+            self.sent = source.clone()
+            fill_with_poison_(target)
+
+    def wait(self) -> None:
+        """Compare both ends with what they were at the launch, then move the data."""
+        with _compat.no_modes(), torch.no_grad():
+            for x, is_whole in (
+                (self.target, is_poison(self.target)),
+                (self.source, _same_bits(self.source, self.sent)),
+            ):
+                if not is_whole:
+                    end = "is about to fill" if x is self.target else "reads"
+                    raise GraphZeroError(
+                        f"between its launch and its wait, something wrote to the {x.numel():,} elements that a copy "
+                        f"between host memory and the device {end}"
+                    )
+            self.target.copy_(self.sent)
 
 
 def fill_with_poison_(x: Tensor) -> None:

@@ -106,6 +106,8 @@ def _kind(node: fx.Node) -> tuple[str, str, str]:
     op = op_name(node.target)
     if node.target is ops.assign or node.op == "output":
         return "copies", "write back", op
+    if node.target in ops.HOST_COPIES:
+        return "copies", "between host and device", op
     if (over := awaited(node)) is not None:
         return "copies", f"out of {over.kind}", over.kind
     if (begun := transfer_of(node)) is not None:

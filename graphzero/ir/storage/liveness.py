@@ -31,6 +31,8 @@ Bytes = npt.NDArray[np.int64]  # while each node of a program runs, in order
 
 RESIDENT = {"param": "parameters", "state": "optimizer_states", "buffer": "buffers", "constant": "buffers"}
 SLOT_ALIGNED = 64  # bytes
+# Categories that no later value changes.
+_SETTLED = ("gradients", "accumulators", "optimizer_states", memory_space.HOST)
 
 
 @dataclass(frozen=True)
@@ -147,15 +149,13 @@ class Liveness:
     def spans(self, rank: int | None = None) -> tuple[StorageSpan, ...]:
         """Every storage in the memory of a rank's device as ``rank`` sees it, without communication slots."""
         if rank not in self._spans:
-            on_device = (storage for storage in self.readers if not memory_space.is_offload(storage[0].target))
+            on_device = (storage for storage in self.readers if not memory_space.lies_on_host(storage[0]))
             self._spans[rank] = tuple(self._span(storage, rank) for storage in on_device)
         return self._spans[rank]
 
     def on_host(self, rank: int | None = None) -> tuple[StorageSpan, ...]:
-        """Every storage that the step makes in host memory."""
-        return tuple(
-            self._span(storage, rank) for storage in self.readers if memory_space.is_offload(storage[0].target)
-        )
+        """Every storage in host memory: states that stay there, and what the step makes there."""
+        return tuple(self._span(storage, rank) for storage in self.readers if memory_space.lies_on_host(storage[0]))
 
     def _span(self, storage: Storage, rank: int | None) -> StorageSpan:
         node = storage[0]
@@ -179,6 +179,11 @@ class Liveness:
             return self.layouts[node].arrived_elements * self.layouts[node].itemsize
         type_, nd = value.results_of(node)[index]
         return int(type_.dtype.itemsize * prod(shape_on(self.graph, type_, nd, rank)))
+
+    def nbytes_of(self, node: fx.Node, rank: int | None = None) -> int:
+        """Bytes of a rank's pieces of all results of a node."""
+        results = (one for one in value.results_of(node) if isinstance(one[0], value.TensorType))
+        return sum(type_.dtype.itemsize * prod(shape_on(self.graph, type_, nd, rank)) for type_, nd in results)
 
     @cached_property
     def categories(self) -> dict[Storage, str]:
@@ -269,16 +274,18 @@ def liveness(graph: StepGraph) -> Liveness:
 
 def _is_read(node: fx.Node, user: fx.Node) -> bool:
     """Return whether ``user`` wants what was in the storage of ``node`` before any assign."""
-    if user.target is ops.assign:
+    if user.target in ops.ASSIGNING:
         return user.args[1] is node
-    return node.target is not ops.assign or user.op != "output"
+    return node.target not in (ops.assign, ops.to_host_wait) or user.op != "output"
 
 
 def _first_category(storage: Storage) -> str:
     node = storage[0]
     role = value.role_of(node)
-    if memory_space.is_offload(node.target):
+    if memory_space.lies_on_host(node):
         return memory_space.HOST
+    if node.target is ops.to_device_launch:
+        return RESIDENT["state"]
     if role is not None and role.kind == "accumulator" and node.op != "placeholder":
         return "accumulators"
     if node.op == "placeholder":
@@ -293,7 +300,7 @@ def _is_copy_of(node: fx.Node, itemsize: int | None) -> bool:
 
 
 def _category(node: fx.Node, storage: Storage, known: str, is_param: bool) -> str:
-    if storage[0].op == "placeholder" or known in ("gradients", "accumulators", memory_space.HOST):
+    if storage[0].op == "placeholder" or known in _SETTLED:
         return known
     if value.has_role(node, "gradient"):
         return "gradients"

@@ -64,7 +64,7 @@ def _direct_root(moves: Transfer, roots: Roots) -> Storage | None:
 def written_by(node: fx.Node, roots: Roots) -> set[Storage]:
     """The storages that a node writes over while others may live there: rooms of its results, what it assigns to."""
     rooms = [room for room in inplace.outs_of(node) if room is not None]
-    if node.target is ops.assign:
+    if node.target in ops.ASSIGNING:
         rooms.append(value.operand(node))
     return {root for room in rooms for root in roots.get(room, ()) if root is not None}
 
@@ -75,7 +75,7 @@ def read_by(node: fx.Node, roots: Roots) -> Iterator[tuple[fx.Node, Storage | No
         source, index = node.args
         yield source, roots[source][index]  # type: ignore[index,misc]
         return
-    args = node.args[1:] if node.target is ops.assign else node.args
+    args = node.args[1:] if node.target in ops.ASSIGNING else node.args
     for operand in dict.fromkeys(value.flat_nodes((args, value.own_kwargs(node)))):
         for root in roots.get(operand, ()):
             yield operand, root

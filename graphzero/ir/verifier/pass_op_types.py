@@ -143,6 +143,41 @@ def _assign(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return old
 
 
+def _to_device_launch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    need(graph.level == "local", f"copies a state at level {graph.level}")
+    need(len(args) == 1 and not kwargs, "takes 1 argument")
+    return _host_state(args[0])
+
+
+def _to_host_launch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    need(graph.level == "local", f"copies a state at level {graph.level}")
+    need(len(args) == 2 and not kwargs, "takes 2 arguments")
+    old, new = _host_state(args[0]), _tensor(args[1])
+    need(old == new, f"writes {new} into {old}")
+    return old
+
+
+def _host_state(x: Any) -> TensorType:
+    type_ = _tensor(x)
+    good = x.op == "placeholder" and value.has_role(x, "state")
+    need(good, f"copies '{x.name}', which is not a state of an optimizer")
+    return type_
+
+
+def _host_wait(launch: Any, copied: int) -> Form:
+    """The form of the wait for a copy between host and device.  copied: the number of the operand that is copied."""
+
+    def result_type(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        del graph
+        good = len(args) == 2 and not kwargs and isinstance(args[0], fx.Node) and args[0].target is launch
+        need(good, f"waits for a value that is not a {launch.__name__}")
+        need(len(args[0].users) == 1, f"is not the only reader of '{args[0].name}'")
+        need(args[1] is args[0].args[copied], f"is not told what '{args[0].name}' copies")
+        return value.type_of(args[0])
+
+    return result_type
+
+
 def _in_turn(*kinds: str) -> Form:
     """The form of an op on micro-batches.  kinds: of its arguments; it makes what the first one is."""
 
@@ -198,6 +233,8 @@ FORMS: dict[str, Form] = {
     **{kind: _same(*one.arguments, casts=one.gathers) for kind, one in COLLECTIVES.items()},
     **{f"bucket_{kind}": _bucket(*one.arguments, casts=one.gathers) for kind, one in COLLECTIVES.items() if one.joins},
     "launch": _launch, "wait": _wait, "assign": _assign,
+    "to_device_launch": _to_device_launch, "to_device_wait": _host_wait(ops.to_device_launch, 0),
+    "to_host_launch": _to_host_launch, "to_host_wait": _host_wait(ops.to_host_launch, 1),
     "micro_batch": _micro_batch, "accumulator": _accumulator, "take": _in_turn("a", "dim", "i", "k"),
     "accumulate": _in_turn("a", "x", "i", "k", "how"), "put": _in_turn("a", "x", "dim", "i", "k"),
     "accumulate_mm": _accumulate_mm,

@@ -1,6 +1,6 @@
 """The laws of storage, from level "lowered" on: what may be written over, and when.
 
-    assign(w, new)                 nobody reads the old w below it
+    assign(w, new)                 nobody reads the old w below it; likewise to_host_launch(w, new)
     y = mul(x, 2.0, out=x)         mul can write over x, x has y's type and SBP, and nobody reads the old x below it
     y = _softmax(x, 1, False, out=x)      its kernel writes row by row, so x is known to lie row by row
     c = check(ok, '...')           no state is written above it
@@ -26,7 +26,11 @@ from graphzero.ir.storage.roots import Roots, Storage, reaches, read_by
 from graphzero.ir.transfer import NO_SLOT_YET, Transfer, awaited
 from graphzero.ir.verifier.violation import violation
 
-_WRITING = (ops.assign, ops.launch, ops.wait)  # and what is told where: a program without any has a storage a value
+_WRITING: tuple[Any, ...] = (
+    *ops.ASSIGNING,
+    ops.launch,
+    ops.wait,
+)  # and what is told where: without any, each value has its own
 
 
 def check_storage(graph: StepGraph, where: str) -> None:
@@ -60,7 +64,7 @@ class _StorageWalk:
             self.held.setdefault(root, []).append(node)
         if node is self.unchecked:
             self.unchecked = None
-        if node.target is ops.assign:
+        if node.target in ops.ASSIGNING:
             self._check_write(node, value.operand(node))
         rooms = inplace.outs_of(node)
         reads = _Reads(node, self.roots) if any(room is not None for room in rooms) else None
@@ -70,7 +74,7 @@ class _StorageWalk:
                 self._check_room(node, i, room, reads)
                 self._check_overwrite(node, room, reads)
                 self._spend(self.roots[node][i], node)
-        if node.target is ops.assign:
+        if node.target in ops.ASSIGNING:
             self.written[self.roots[value.operand(node)][0]] = node
         elif node.target is ops.launch:
             self._launch(self.transfers[node])

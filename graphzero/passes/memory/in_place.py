@@ -71,6 +71,9 @@ class InPlace(BuiltinPass):
         return graph
 
 
+_WHOLE = (ops.accumulate, ops.accumulate_mm, ops.to_device_wait)  # what they write into an operand is all of it
+
+
 class _Storages:
     """Who reads which storage last, while results move in with others.  dropped: assigns in vain -> their values."""
 
@@ -203,7 +206,7 @@ class _Storages:
 
 
 def _shows_all(node: fx.Node) -> bool:
-    return is_name(node.target) or is_reshape(node.target) or node.target in (ops.accumulate, ops.accumulate_mm)
+    return is_name(node.target) or is_reshape(node.target) or node.target in _WHOLE
 
 
 def _picks(node: fx.Node, storage: Storage) -> bool:

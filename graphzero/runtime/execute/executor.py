@@ -237,6 +237,7 @@ class Executor:
         if isinstance(inputs, ReleasedInputs):
             inputs.clear()
         self.world.forget()
+        self.world.host_copies.forget()
         at = -1
         casting = [kind for kind in self._autocasts if torch.is_autocast_enabled(kind)]
         no_autocast = _no_autocast(casting) if casting else nullcontext()

@@ -134,6 +134,8 @@ class _Compiler:
             raise VerifyError(f"'{node.name}' is still a box, which no runtime can execute; run lower_boxing before")
         if target is ops.assign:
             self.writes.assign(node, value.operand(node), value.operand(node, 1))
+        elif target in ops.HOST_COPIES:
+            self._host_copy(node)
         elif target is ops.wait:
             self.transfers.wait(node)
         elif is_transfer(node):
@@ -158,6 +160,18 @@ class _Compiler:
             )
         if target is CHECK and self.checking:
             self.code.add(f"{self.code.name(checks.met(node))}({self.code.text(node)})", node)
+
+    def _host_copy(self, node: fx.Node) -> None:
+        """Begin a copy between host memory and the device, or wait for one."""
+        copies, name, text = self.world.host_copies, self.code.name, self.code.text
+        if node.target is ops.to_device_launch:
+            self.code.fill(node, f"{name(copies.begin_to_device)}({text(node.args[0])})")
+        elif node.target is ops.to_device_wait:
+            self.code.add(f"{name(copies.end)}({text(node.args[0])}, {text(node.args[1])})", node)
+        elif node.target is ops.to_host_launch:
+            self.writes.begin_to_host(node, copies)
+        else:
+            self.writes.end_to_host(node, copies)
 
     def _into(self, node: fx.Node, place: int) -> None:
         """Write a result at its place in the arena."""

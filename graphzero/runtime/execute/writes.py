@@ -18,6 +18,7 @@ from graphzero.runtime.execute.code import Code
 from graphzero.runtime.execute.environment import Places
 from graphzero.runtime.execute.steps import Env, Line
 from graphzero.runtime.transport.primitives import place_of
+from graphzero.runtime.world.host_copies import HostCopies
 
 
 class Writes:
@@ -41,6 +42,19 @@ class Writes:
         self.save(at, old.name)  # which may save ``new``
         target, source = self.places.of[old], self.saved.get(new, self.places.of[new])
         self._once(at, f"e[{target}].copy_(e[{source}])", [old], [target])
+
+    def begin_to_host(self, node: fx.Node, copies: HostCopies) -> None:
+        """Begin to copy a new state to host memory."""
+        old, new = value.operand(node), value.operand(node, 1)
+        self.save(node, old.name)
+        target, source = self.places.of[old], self.saved.get(new, self.places.of[new])
+        self._once(node, f"{self.code.name(copies.begin)}(e[{target}], e[{source}])", [old], [target])
+
+    def end_to_host(self, node: fx.Node, copies: HostCopies) -> None:
+        """Wait until a new state is in host memory."""
+        target = self.places.of[node]
+        call = f"{self.code.name(copies.end)}(e[{target}], e[{target}])"
+        self._once(node, call, [self.places.home(node)], [target])
 
     def over_one(self, node: fx.Node, room: fx.Node) -> None:
         """Write a result into the storage of ``room``."""

@@ -20,6 +20,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state import preflight
 from graphzero.runtime.state.binding import Binding, Spec, StepCounter
+from graphzero.runtime.state.host_states import HostStates
 from graphzero.runtime.state.layout import TensorLayout, filled, lay_out
 from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.state import Moved, State
@@ -34,15 +35,17 @@ def bind(
     constants: Mapping[str, Tensor],
     entries: Mapping[str, ModuleTensor],
     homes: Mapping[str, int],
+    host: HostStates,
 ) -> dict[str, list[Tensor]]:
     """Lay out everything that ``graph`` keeps between calls; returns one tensor per local rank by placeholder.
 
     homes: placeholder -> the member of ``pp`` whose ranks alone keep it; all others are kept by all.
+    host: where states are kept that the program has in host memory.
     specs: its optimizer states.  found: ``state.tensors()``.  Every rank calls it for the same graph, when
     ``preflight`` has found nothing wrong, and the same on all ranks: when a plain tensor is first bound its values are
     taken from rank 0.
     """
-    binder = _Binder(state, entries, graph.updates, homes)
+    binder = _Binder(state, entries, graph.updates, homes, host)
     if has_stages(state.ranks.placement):
         connect_axes(state.ranks.placement)
     with torch.no_grad():
@@ -59,10 +62,12 @@ def bind(
 
 class _Binder:
     def __init__(
-        self, state: State, entries: Mapping[str, ModuleTensor], updates: Container[str], homes: Mapping[str, int]
-    ) -> None:
+        self, state: State, entries: Mapping[str, ModuleTensor], updates: Container[str], homes: Mapping[str, int],
+        host: HostStates,
+    ) -> None:  # fmt: skip
         """updates: names of the placeholders that the program writes."""
         self.state, self.entries, self.updates, self.homes = state, entries, updates, homes
+        self.host = host
         self.world, self.optimizers = state.world, state.optimizers
         self.bound = Binding()
 
@@ -117,7 +122,7 @@ class _Binder:
         param = self.entries[spec.param].tensor
         if spec.created:
             created = filled(spec.shape, spec.dtype, 0.0, nd, self.world, home)
-            layout = lay_out(created, nd, self.world, what, plain=True, home=home)
+            layout = self._lay_out_state(node, created, what)
             self.bound.created.append((self.optimizers[spec.optimizer], param, spec.key, layout.tensor))
             self.state.first_values.note(layout.tensor, what)
             return self._ranks(node, layout)
@@ -127,13 +132,20 @@ class _Binder:
             tensor = filled(spec.shape, spec.dtype, spec.fill, nd, self.world, home)
         elif tensor.dtype != spec.dtype:
             tensor = tensor.to(spec.dtype)
+        tensor = self.host.for_device(node.name, tensor)
         if spec.key in state and not isinstance(tensor, DTensor):
             self.state.first_values.take(tensor, what)
-        layout = lay_out(tensor, nd, self.world, what, plain=True, home=home)
+        layout = self._lay_out_state(node, tensor, what)
         state[spec.key] = layout.tensor
         self.state.first_values.note(layout.tensor, what)
         self.bound.add(spec, param, state)
         return self._ranks(node, layout)
+
+    def _lay_out_state(self, node: fx.Node, tensor: Tensor, what: str) -> TensorLayout:
+        nd, home = value.nd_of(node), self.homes.get(node.name)
+        layout = lay_out(tensor, nd, self.world, what, plain=True, home=home)
+        kept = self.host.on_host(node.name, layout.tensor)
+        return layout if kept is layout.tensor else lay_out(kept, nd, self.world, what, plain=True, home=home)
 
     def _counter(self, specs: Sequence[Spec]) -> list[Tensor]:
         """The count of a program; each parameter's own becomes an element of one tensor."""

@@ -20,6 +20,7 @@ from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.replicated import arithmetic
 from graphzero.runtime.state.binding import Spec
+from graphzero.runtime.state.host_states import HostStates
 from graphzero.runtime.state.layout import check_real
 from graphzero.runtime.state.memory_maps import find_mapped_memory
 from graphzero.runtime.state.modules import ModuleTensor
@@ -32,10 +33,10 @@ from graphzero.sbp.dtensor import nd_of_dtensor
 
 
 def check_binding(
-    state: State, graph: StepGraph, specs: Sequence[Spec], entries: Mapping[str, ModuleTensor]
+    state: State, graph: StepGraph, specs: Sequence[Spec], entries: Mapping[str, ModuleTensor], host: HostStates
 ) -> dict[str, str]:
-    """Raise ConfigError for a tensor without values, a state that does not fit, or memory that a step cannot write;
-    CaptureError for states that do not belong to one step.
+    """Raise ConfigError for a tensor without values, a state that does not fit, memory that a step cannot write, or a
+    folder that cannot hold states; CaptureError for states that do not belong to one step.
 
     Returns what a step writes in memory that other processes may have too, and which memory that is.
     """
@@ -52,6 +53,7 @@ def check_binding(
                 held_states[spec] = current
     for counted in counts.values():
         _check_equal(state, counted, entries)
+    host.reserve({spec.placeholder: tensor for spec, tensor in held_states.items()})
     return _check_memory(state, graph, held_states, entries)
 
 

@@ -21,6 +21,7 @@ from graphzero.errors import PlacementError
 from graphzero.runtime.transport.primitives import DONE, Handle, JoinedHandle, same_place
 from graphzero.runtime.world.accelerators import ACCELERATORS
 from graphzero.runtime.world.buffers import Buffers
+from graphzero.runtime.world.host_copies import HostCopies
 from graphzero.sbp.boxing import wire_bytes
 from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.sbp.placement import Placement
@@ -52,6 +53,7 @@ class World(ABC):
         trace: None, or a list to which every collective is appended as ``Sent``.
         arena: the memory that programs share, one after the other.
         pending: what is under way while a program runs, by the place of its launch.
+        host_copies: copies between host memory and the device that are under way.
         member: the member of ``pp`` whose ranks these are; None where the ranks of all members are in this process.
     """
 
@@ -63,6 +65,7 @@ class World(ABC):
         self.trace: list[Sent] | None = None
         self.arena = Buffers(len(self.local_ranks))
         self.pending: dict[int, Handle] = {}
+        self.host_copies = HostCopies(device)
         flat = placement.ranks.ravel().tolist()
         self.rank_ids: list[int] = [flat[position] for position in self.local_ranks]
         self._coordinates = [placement.coordinate(rank) for rank in self.rank_ids]

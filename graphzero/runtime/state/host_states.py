@@ -1,0 +1,83 @@
+"""Optimizer states that a program has in host memory: ordinary, pinned beside a GPU, or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+from graphzero import _compat
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.memory_space import is_host_state
+from graphzero.ir.transfer_layout import shape_on
+from graphzero.runtime.world.mapped_file import MappedFile
+from graphzero.runtime.world.world import World
+
+
+class HostStates:
+    """Host memory of the states of a program that is being bound.
+
+    folder: of the file that they go into; None for memory.
+    """
+
+    def __init__(self, graph: StepGraph, world: World, folder: str | None) -> None:
+        self.graph, self.world, self.folder = graph, world, folder
+        self.nodes = {node.name: node for node in graph.placeholders("state") if is_host_state(node)}
+        self._file: MappedFile | None = None
+
+    def reserve(self, held: Mapping[str, Tensor]) -> None:
+        """Have a file for the states that are not in one yet.  held: by placeholder, those that there are.
+
+        Raises ConfigError where there is no room for it.
+        """
+        missing = [node for name, node in self.nodes.items() if not self._stays(held.get(name))]
+        if self.folder is not None and missing:
+            spaces = (MappedFile.space_of(self._nbytes(node.name)) for node in missing)
+            self._file = MappedFile.create(self.folder, sum(spaces))
+            self.world.host_copies.files.add(self._file)
+
+    def for_device(self, name: str, tensor: Tensor) -> Tensor:
+        """A state as ``lay_out`` takes it: on the device, and in no file but the one where it is to stay."""
+        local = _compat.local_tensor(tensor)
+        if name in self.nodes and self._stays(tensor):
+            return tensor
+        if local.device.type == self.world.device.type and not self._is_in_file(local):
+            return tensor
+        return _with_local(tensor, local.detach().to(self.world.device, copy=True))
+
+    def on_host(self, name: str, tensor: Tensor) -> Tensor:
+        """A state that has been laid out, in the memory where it is to be between steps."""
+        if name not in self.nodes or self._stays(tensor):
+            return tensor
+        local = _compat.local_tensor(tensor).detach()
+        if self._file is not None:
+            return _with_local(tensor, self._file.take(local))
+        if self.world.device.type == "cpu":
+            return tensor
+        return _with_local(tensor, torch.empty_like(local, device="cpu", pin_memory=True).copy_(local))
+
+    def _stays(self, tensor: Tensor | None) -> bool:
+        """Return whether a state is in a file of the folder."""
+        if tensor is None or self.folder is None:
+            return False
+        files = [file for file in self.world.host_copies.files if file.folder == self.folder]
+        return any(file.holds(_compat.local_tensor(tensor)) for file in files)
+
+    def _is_in_file(self, local: Tensor) -> bool:
+        return any(file.holds(local) for file in self.world.host_copies.files)
+
+    def _nbytes(self, name: str) -> int:
+        """Bytes that this process keeps of a state."""
+        node = self.nodes[name]
+        type_ = value.tensor_type(node)
+        if self.world.placement.virtual:
+            return type_.nbytes
+        return prod(shape_on(self.graph, type_, value.nd_of(node), self.world.rank_ids[0])) * type_.dtype.itemsize
+
+
+def _with_local(tensor: Tensor, local: Tensor) -> Tensor:
+    """A tensor of other memory: ``local`` in the place of this process' piece."""
+    return _compat.with_local(tensor, local) if _compat.is_dtensor(tensor) else local

@@ -1,0 +1,84 @@
+"""Copies between host memory and the device that run beside compute: begun at one line, awaited at another.
+
+On a GPU each direction has a stream of its own, whose copies run one after the other; on a CPU a copy is over when it
+has been begun.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from graphzero.runtime.transport.primitives import DONE, Handle, place_of
+from graphzero.runtime.world.mapped_file import MappedFile
+
+
+class HostCopies:
+    """Copies under way between the host memory of a process and its device, by where they arrive.
+
+    files: in which host memory lies; their pages are given back behind each copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.files: WeakSet[MappedFile] = WeakSet()
+        self._streams: dict[str, Any] = {}  # by the device type to which a stream copies
+        self._under_way: dict[Any, Handle] = {}
+
+    def begin_to_device(self, x: Tensor) -> Tensor:
+        """Begin to copy a tensor in host memory to the device; returns the copy, not to be read before ``end``."""
+        copy = torch.empty_like(x, device=self.device, pin_memory=False)
+        self.begin(copy, x)
+        return copy
+
+    def begin(self, target: Tensor, source: Tensor) -> None:
+        """Begin to copy ``source`` to ``target``, of which one is in host memory."""
+        if target.numel():
+            self._under_way[place_of(target)] = self.begin_copy(target, source)
+
+    def end(self, target: Tensor, on_host: Tensor) -> None:
+        """Wait until ``target`` has arrived: the device does, not the process.  on_host: the end in host memory."""
+        if target.numel():
+            self._under_way.pop(place_of(target)).wait()
+        for file in self.files:
+            if file.holds(on_host):
+                file.release(on_host)
+
+    def begin_copy(self, target: Tensor, source: Tensor) -> Handle:
+        """Begin one copy."""
+        if self.device.type == "cpu":
+            target.copy_(source)
+            return DONE
+        return self._begin_on_stream(target, source)
+
+    def _begin_on_stream(self, target: Tensor, source: Tensor) -> Handle:
+        """Begin a copy on the stream of its direction, behind all that compute has been given so far."""
+        compute = torch.cuda.current_stream(self.device)
+        if target.device.type not in self._streams:
+            self._streams[target.device.type] = torch.cuda.Stream(self.device)
+        side = self._streams[target.device.type]
+        side.wait_stream(compute)
+        with torch.cuda.stream(side):
+            target.copy_(source, non_blocking=True)
+            arrived = side.record_event()
+        return _StreamCopy(arrived, self.device)
+
+    def forget(self) -> None:
+        """Be done with what a stopped run has begun: a device ends it first."""
+        while self._under_way:
+            handle = self._under_way.popitem()[1]
+            if self.device.type != "cpu":
+                handle.wait()
+
+
+class _StreamCopy:
+    """A copy on a side stream, for which the compute stream is to wait."""
+
+    def __init__(self, arrived: Any, device: torch.device) -> None:
+        self._arrived, self._device = arrived, device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._arrived)
