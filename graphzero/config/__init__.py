@@ -6,9 +6,20 @@
 
 from graphzero.config.amp import AmpSettings
 from graphzero.config.graph_config import GraphConfig
+from graphzero.config.offload import OffloadSettings
 from graphzero.config.plugin_settings import PluginSetting, PluginValue
 from graphzero.config.setting import Check
 from graphzero.config.settings import Settings
 from graphzero.config.zero import AUTO, ZeroSettings
 
-__all__ = ["AUTO", "AmpSettings", "Check", "GraphConfig", "PluginSetting", "PluginValue", "Settings", "ZeroSettings"]
+__all__ = [
+    "AUTO",
+    "AmpSettings",
+    "Check",
+    "GraphConfig",
+    "OffloadSettings",
+    "PluginSetting",
+    "PluginValue",
+    "Settings",
+    "ZeroSettings",
+]

@@ -79,8 +79,8 @@ class GraphConfig(metaclass=PluginMembers):
         path: of a folder in which each rank keeps its states in a file, instead of in memory; it is made if it is not
         there.  The file goes when the Graph does.  Of CPU ranks this is how memory is saved.
 
-        Raises ConfigError when the step is compiled with pipeline stages or ``set_cuda_graph``, and when states are
-        laid out in a folder that cannot be written, or on a disk that has no room for them.
+        Raises ConfigError beside ``set_cuda_graph``; when the step is compiled, with pipeline stages; when states are
+        laid out, for a folder that cannot be written, or a disk that has no room for them.
         """
         self._set(offload=offload_of(states, path))
 

@@ -22,6 +22,7 @@ from graphzero.config.setting import (
 )
 from graphzero.config.stages import AutoStages, StageMark
 from graphzero.config.zero import ZeroSettings
+from graphzero.errors import ConfigError
 from graphzero.passes.place.attention_ways import WAYS
 from graphzero.passes.place.split_attention import AUTO_WAY
 from graphzero.sbp.link_costs import Link, Links
@@ -158,6 +159,14 @@ class Settings(Checked):
         "add_pass({})",
         doc="(pass, name of the pass it follows), in the order they were added.",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cuda_graph and self.offload.states:
+            raise ConfigError(
+                "set_cuda_graph() and enable_offload(): a recorded step has its own streams, and copies of states from "
+                "host memory have not been tried in one; leave one of them out"
+            )
 
     @property
     def _values(self) -> list[tuple[Setting, Any]]:

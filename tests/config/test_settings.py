@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import graphzero as gz
-from graphzero.config import AmpSettings, GraphConfig, PluginValue, Settings, ZeroSettings
+from graphzero.config import AmpSettings, GraphConfig, OffloadSettings, PluginValue, Settings, ZeroSettings
 from graphzero.config.members import plugin_members
 from graphzero.config.named import InputSbp, UserPass
 from graphzero.config.plugin_settings import plugin_settings
@@ -24,6 +24,7 @@ WRONG = (object(), -1, 2.5, "nothing of the kind", (object(),))
 OTHER = (
     False, True, 1, 4096, ("dp",), ("*",), ZeroSettings(3, ("dp",)), (gz.Link(1e-6, 1e9),),
     (InputSbp("x", (gz.sbp.B,)),), (UserPass(abs, "zero"),), AmpSettings(torch.bfloat16), torch.float16, 0.25, 8.0,
+    OffloadSettings(True),
     shapes_of({"x": {0: "rows"}}, {"rows": 8}, None), (StageMark("model", None, 0),), AutoStages(2),
     (PluginValue("shapes", shapes_of({"x": {0: "rows"}}, {"rows": 8}, None)),),
 )  # fmt: skip

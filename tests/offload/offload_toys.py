@@ -62,6 +62,8 @@ def differences(one, other, path=""):
     if isinstance(one, dict) and one.keys() == other.keys():
         return [found for key in one for found in differences(one[key], other[key], f"{path}/{key}")]
     if isinstance(one, (list, tuple)) and len(one) == len(other):
-        return [found for i, pair in enumerate(zip(one, other, strict=True)) for found in differences(*pair, f"{path}/{i}")]
+        return [
+            found for i, pair in enumerate(zip(one, other, strict=True)) for found in differences(*pair, f"{path}/{i}")
+        ]
     is_same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
     return [] if is_same else [path]

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,12 +113,12 @@ def test_states_in_a_file_have_the_same_bits_and_the_file_goes_with_them(tmp_pat
     del states
     graph = None
     gc.collect()
-    assert str(folder) not in open("/proc/self/maps").read()
+    assert str(folder) not in Path("/proc/self/maps").read_text()
 
 
 def in_folder(x, folder):
     """Whether a tensor lies in a mapped file of the folder."""
-    for line in open("/proc/self/maps"):
+    for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(number, 16) for number in line.split()[0].split("-"))
         if begin <= x.data_ptr() < end:
             return str(folder) in line
@@ -171,6 +172,13 @@ def test_settings_say_what_is_wrong(tmp_path):
     assert config.description == f"offload=states in {tmp_path}"
     config.enable_offload(False)
     assert config.description == ""
+
+
+def test_a_recorded_step_is_refused():
+    config = gz.GraphConfig(gz.placement("cpu", range(2), virtual=True))
+    config.enable_offload()
+    with pytest.raises(gz.ConfigError, match=r"set_cuda_graph\(\) and enable_offload\(\): .*leave one of them out"):
+        config.set_cuda_graph()
 
 
 def test_pipeline_stages_are_refused_with_what_works_there():

@@ -144,8 +144,8 @@ class _Binder:
     def _lay_out_state(self, node: fx.Node, tensor: Tensor, what: str) -> TensorLayout:
         nd, home = value.nd_of(node), self.homes.get(node.name)
         layout = lay_out(tensor, nd, self.world, what, plain=True, home=home)
-        kept = self.host.on_host(node.name, layout.tensor)
-        return layout if kept is layout.tensor else lay_out(kept, nd, self.world, what, plain=True, home=home)
+        settled = self.host.on_host(node.name, layout.tensor)
+        return layout if settled is layout.tensor else lay_out(settled, nd, self.world, what, plain=True, home=home)
 
     def _counter(self, specs: Sequence[Spec]) -> list[Tensor]:
         """The count of a program; each parameter's own becomes an element of one tensor."""

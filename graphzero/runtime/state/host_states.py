@@ -28,12 +28,12 @@ class HostStates:
         self.nodes = {node.name: node for node in graph.placeholders("state") if is_host_state(node)}
         self._file: MappedFile | None = None
 
-    def reserve(self, held: Mapping[str, Tensor]) -> None:
-        """Have a file for the states that are not in one yet.  held: by placeholder, those that there are.
+    def reserve(self, present: Mapping[str, Tensor]) -> None:
+        """Have a file for the states that are not in one yet.  present: by placeholder, those that there are.
 
         Raises ConfigError where there is no room for it.
         """
-        missing = [node for name, node in self.nodes.items() if not self._stays(held.get(name))]
+        missing = [node for name, node in self.nodes.items() if not self._stays(present.get(name))]
         if self.folder is not None and missing:
             spaces = (MappedFile.space_of(self._nbytes(node.name)) for node in missing)
             self._file = MappedFile.create(self.folder, sum(spaces))
