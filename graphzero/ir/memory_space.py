@@ -3,8 +3,8 @@
 Like the storage of a value it follows from the op that makes it, so it is not printed; a state lies in host memory
 where the step copies it to the device, or writes it there, by ``to_device_launch`` and ``to_host_launch``.  What lies
 in host memory is no memory of the device: the plan counts it apart, and so does the measurement.  It is read by the
-ops that bring it back, and by nothing else (``verifier.memory_spaces``).  On a CPU both are the same chips, and are told
-apart all the same, so that a program for an accelerator can be planned, tested and measured where there is none.
+ops that bring it back, and by nothing else (``verifier.memory_spaces``).  On a CPU both are the same chips, and are
+told apart all the same, so that a program for an accelerator can be planned, tested and measured where there is none.
 """
 
 from __future__ import annotations
