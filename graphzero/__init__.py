@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from graphzero.plugins.page import save_page as save_page
     from graphzero.plugins.profiler import Trace as Trace
     from graphzero.plugins.profiler import trace as trace
+    from graphzero.plugins.ragged.batches import until_all_end as until_all_end
     from graphzero.region import local_region
     from graphzero.sbp.link_costs import Link
     from graphzero.sbp.placement import Placement, placement
@@ -99,6 +100,7 @@ _HOMES = {
     "to_global": "convert",
     "to_local": "convert",
     "trace": "plugins.profiler",
+    "until_all_end": "plugins.ragged.batches",
 }
 _MODULES = ("errors", "nn", "passes", "sbp", "testing")
 
@@ -141,6 +143,7 @@ __all__ = [
     "to_global",
     "to_local",
     "trace",
+    "until_all_end",
 ]
 
 

@@ -171,7 +171,7 @@ class Captured:
     unused: list[str]
     guards: GuardSet
     constants: dict[str, Tensor]
-    padded: tuple[frozenset[Along], ...] = ()
+    padded: tuple[tuple[Along, ...], ...] = ()
     least: Mapping[str, int] = field(default_factory=dict)
     carries: Sequence[Carry] = ()
     asks_whether_traced: Sequence[str] = ()

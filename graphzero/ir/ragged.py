@@ -32,7 +32,7 @@ class Ragged:
         return PADDING + self.name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Along:
     """A dim of a value that is padded.
 

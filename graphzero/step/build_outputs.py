@@ -32,7 +32,7 @@ class BuildOutput:
     nd: Nd = ()
     shape: tuple[int, ...] | None = None
     is_literal: bool = False
-    padded: frozenset[Along] = frozenset()
+    padded: tuple[Along, ...] = ()
 
     def to_user(self, value: Any, world: World, as_global: bool, transformed: TransformedInputs | None) -> Any:
         """The value for the user, see ``Graph.__call__``.  value: one entry per local rank, or the literal."""
@@ -67,8 +67,8 @@ class BuildOutput:
 class BuildOutputs:
     """All outputs. spec: the tree in which build returns them."""
 
-    def __init__(self, graph: StepGraph, spec: pytree.TreeSpec, padded: Sequence[frozenset[Along]] = ()) -> None:
-        along = padded or [frozenset()] * len(graph.outputs)
+    def __init__(self, graph: StepGraph, spec: pytree.TreeSpec, padded: Sequence[tuple[Along, ...]] = ()) -> None:
+        along = padded or [()] * len(graph.outputs)
         self._all, self._spec = [_output(x, dims) for x, dims in zip(graph.outputs, along, strict=True)], spec
 
     def to_user(self, results: Results, world: World, as_global: bool, transformed: TransformedInputs | None) -> Any:
@@ -78,7 +78,7 @@ class BuildOutputs:
         return pytree.tree_unflatten(values, self._spec)
 
 
-def _output(x: Any, padded: frozenset[Along]) -> BuildOutput:
+def _output(x: Any, padded: tuple[Along, ...]) -> BuildOutput:
     if not isinstance(x, fx.Node):
         return BuildOutput(is_literal=True)
     return (

@@ -98,6 +98,8 @@ class ProgramSelector:
                 hash_, parts = self._facts.hash_call(call, known, running)
             restart = state.random.is_outdated
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
+            if id(error) == ranks.raised_by_all:  # a transform of inputs has agreed on it: no other rank waits
+                raise
             failure = error
         is_new = not (self.programs.all if known is None else known.programs)
         is_unbound = running and state.program is None

@@ -12,7 +12,7 @@ from graphs import TrainGraph, mean_square
 from torch import nn
 
 import graphzero as gz
-from graphzero.runtime.transport import communicator, peer_memory, process_monitor
+from graphzero.runtime.transport import communicator, failure_diagnosis, peer_memory, process_monitor
 from graphzero.runtime.world.process import ProcessWorld
 
 
@@ -34,6 +34,26 @@ def fewer_calls(rank):
 def test_a_rank_that_makes_fewer_calls_and_ends_is_an_error_on_the_others(tmp_path):
     found = failure_toys.run(fewer_calls, 2, tmp_path, "memory")
     assert found[1] is None and "rank 0 waited" in found[0] and "fewer calls" in found[0]
+
+
+def ends_slowly(rank):
+    """Rank 1 has released its connections, and its process goes on for longer than others look for the reason."""
+    graph = linear_graph()
+    graph(torch.ones(2, 4))
+    if rank == 1:
+        communicator._release()
+        time.sleep(failure_diagnosis._UNSURE + 3.0)
+        return None
+    try:
+        graph(torch.ones(2, 4))
+    except gz.GraphZeroError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_script_ends_slowly_is_named_while_its_process_lives(tmp_path):
+    found = failure_toys.run(ends_slowly, 2, tmp_path, "memory")
+    assert "and rank 1 has ended in or before this step" in found[0] and "gz.until_all_end" in found[0]
 
 
 def calls_late(rank):

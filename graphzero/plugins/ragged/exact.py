@@ -85,18 +85,18 @@ class _ExactRewrite:
             elif node.op == "call_function":
                 self.found[node] = self._result_dims(node)
         self._check_ends()
-        outputs = tuple(self._dims_of(x) if isinstance(x, fx.Node) else frozenset() for x in self.graph.outputs)
+        outputs = tuple(self._dims_of(x) if isinstance(x, fx.Node) else () for x in self.graph.outputs)
         return Exact(self.graph, outputs, {name: least for name, least in self.least.items() if least > 1})
 
     def _dims_of(self, node: fx.Node) -> Dims:
         alongs = self.found[node]
-        return alongs[0] if alongs else frozenset()
+        return alongs[0] if alongs else ()
 
     def _given(self, node: fx.Node) -> tuple[Dims, ...]:
         role = value.role_of(node)
         named = self.inputs.get(role.of, {}) if role is not None and role.kind == "batch" else {}
         ragged = {dim: name for dim, name in named.items() if name in self.masks.ragged}
-        return (frozenset(Along(name, dim) for dim, name in ragged.items()),)
+        return (tuple(sorted(Along(name, dim) for dim, name in ragged.items())),)
 
     # ---- one op
 
@@ -108,7 +108,7 @@ class _ExactRewrite:
         given = [self._dims_of(x) for x in operands]
         flat = any(x in self.flat for x in operands)
         if not any(given) and not flat and not self.sizes.is_ragged(node) and not self.sizes.numbers(node):
-            return tuple(frozenset[Along]() for _ in value.shapes(node))
+            return tuple(() for _ in value.shapes(node))
         work = PaddedOp(node, self.sizes, self.masks, operands, given, self.counts, self.least)
         self._check_counts(work)
         if is_name(target) or target is ops.use:
@@ -118,7 +118,7 @@ class _ExactRewrite:
         if self._is_flat(work):
             self.flat.add(node)
             write_numbers(work)
-            return tuple(frozenset[Along]() for _ in value.shapes(node))
+            return tuple(() for _ in value.shapes(node))
         if target in TABLE:
             TABLE[target](work)
         while work.left:
@@ -129,7 +129,7 @@ class _ExactRewrite:
         self._write_fills(work)
         write_numbers(work)
         self._count(node)
-        return tuple(frozenset(alongs) for alongs in work.result_dims)
+        return tuple(tuple(sorted(alongs)) for alongs in work.result_dims)
 
     def _is_flat(self, work: PaddedOp) -> bool:
         """Return whether the op makes one number everywhere, in dims that hang on sizes in any way."""

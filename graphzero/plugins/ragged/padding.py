@@ -128,12 +128,16 @@ class Padded:
 
 @dataclass(frozen=True)
 class _RaggedDim:
-    """A ragged dim of one input: its name, the input's, which dim it is, its true size, and how it lies."""
+    """A ragged dim of one input: its name, the input's, which dim it is, its true size, and how it lies.
+
+    places: its size, or 0 where the input has no elements: a rank without rows makes no other rank's rows longer.
+    """
 
     name: str
     of: str
     at: str
     size: int
+    places: int
     nd: Nd
 
 
@@ -167,7 +171,7 @@ class Padding:
                 self._check_alike(some)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
             failure = error
-        own = {name: some[0].size for name, some in sizes_by_name.items()}
+        own = {name: some[0].places for name, some in sizes_by_name.items()}
         self.ranks.agree(SIZES, digest(str(self.shapes)), lambda: {"set_shapes": str(self.shapes)}, failure)
         everyone = self.ranks.collect(own)
         lengths = {
@@ -205,7 +209,7 @@ class Padding:
         for dim, ragged in dims.items():
             split = tuple(S(0) if sbp.is_split and sbp.dim == dim else B for sbp in nd)
             ragged_dims.setdefault(ragged, []).append(
-                _RaggedDim(ragged, name, f"dim {dim} of {name}", x.shape[dim], split)
+                _RaggedDim(ragged, name, f"dim {dim} of {name}", x.shape[dim], x.shape[dim] if x.numel() else 0, split)
             )
 
     def _check_alike(self, some: Sequence[_RaggedDim]) -> None:
@@ -230,7 +234,7 @@ class Padding:
     ) -> None:
         """Check fills: where one rank's batch is longer than another's, the other's filling is data."""
         for name, some in ragged_dims.items():
-            if lengths[name].is_split or len({each.get(name) for each in everyone}) == 1:
+            if lengths[name].is_split or len({each.get(name) for each in everyone} - {0}) == 1:
                 continue
             for one in some:
                 if not self.shapes.has_fill(one.of):
@@ -265,7 +269,8 @@ class Padding:
         if list(x.shape) == wanted:
             return x
         filled = x.new_full(wanted, self.shapes.filled(name))
-        filled[tuple(map(slice, x.shape))] = x.detach()
+        if x.numel():
+            filled[tuple(map(slice, x.shape))] = x.detach()
         return filled
 
 

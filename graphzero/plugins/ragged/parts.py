@@ -192,7 +192,7 @@ def select_backward(work: PaddedOp) -> None:
         grad = w(aten.expand.default, w(aten.unsqueeze.default, grad, dim), shape)
         work.node.target, work.node.args = aten.masked_fill.Scalar, (grad, others, 0)
         work.numbers.clear()
-        work.operands[:], work.given[:] = [grad, others], [*work.given, frozenset()]
+        work.operands[:], work.given[:] = [grad, others], [*work.given, ()]
         work.left = {(0, replace(a, dim=a.dim + (a.dim >= dim))) for _, a in work.left}
 
 

@@ -112,7 +112,7 @@ def _attention(names: tuple[str, ...], bias: int) -> Rule:
             mask = _hiding(work, keys, node.args[names.index("Q")], node.args[names.index("k")])
             node.args = (*node.args[:bias], mask, *node.args[bias + 1 :])
             work.operands[:] = value.own_operands(node)
-            work.given.insert(work.number_of(bias), frozenset())
+            work.given.insert(work.number_of(bias), ())
             _shift(work, work.number_of(bias))
         results = ((queries, (0, 1)),) if bias == 3 else ((queries, (0,)), (keys, (1, 2)))
         for along, result_alongs in results:

@@ -16,7 +16,7 @@ from graphzero.ir.text.printer import print_line
 from graphzero.plugins.ragged.masks import Masks
 from graphzero.plugins.ragged.sizes import Place, Sizes
 
-Dims = frozenset[Along]
+Dims = tuple[Along, ...]  # in order: a set has another one in each process, and ranks must write one program
 
 
 @dataclass

@@ -249,6 +249,7 @@ class Communicator(GroupMessages):
         report.
         """
         ended, monitored = self._monitor.ended, self._monitor.monitored
+        ended = ended or set(ReportStore(self._generation_store()).ranks_left(self.ids))
         if ended or seconds < _ENDING or len(monitored) == len(self.ids) - 1:
             return sorted(ended)
         closed = set() if self._group is None else {self.ids[i] for i in _compat.lost_by_gloo(self._group)}
@@ -264,6 +265,8 @@ class Communicator(GroupMessages):
 
     def shut_down(self) -> None:
         """Release all connections before the default process group ends."""
+        if self._group is not None:
+            ReportStore(self._generation_store()).mark_left(self.rank)
         self.release()
         for generation, transport in self._stages.values():
             if generation == self.generation:

@@ -78,7 +78,8 @@ class FailureDiagnosis:
         cut_off = "cut off with its host, " if self.remote.intersection(ended) else ""
         text = (
             f"rank {self.rank} {wait} {_have(ended)} ended in or before this {self.label}: by an exception (the output "
-            f"there says which), killed, {cut_off}or because of fewer calls; every rank must call a Graph equally often"
+            f"there says which), killed, {cut_off}or because of fewer calls; every rank must call a Graph equally "
+            "often, also where its data ends earlier: see gz.until_all_end"
         )
         self.reports.add(FailureReport("ended", ended, self.label, self.number, text))
         return RankError(text, ended)
@@ -105,7 +106,8 @@ def late_text(rank: int, label: str, purpose: str, late: Sequence[int], seconds:
     """A warning that a rank has waited long for others, which do not wait."""
     return (
         f"rank {rank} has waited {seconds:.0f} s in its {label} for {purpose}; {rank_list(late)} "
-        f"{'is' if len(late) == 1 else 'are'} not there. Every rank must call a Graph equally often; after "
+        f"{'is' if len(late) == 1 else 'are'} not there. Every rank must call a Graph equally often "
+        f"(gz.until_all_end, where its data ends earlier); after "
         f"{limit:.0f} s, the process group's timeout, this is an error"
     )
 

@@ -81,6 +81,14 @@ class ReportStore:
         """Return those of ``ranks`` whose waits have failed; None where the store does not answer."""
         return within(PATIENCE, lambda: [rank for rank in ranks if self._store.check([f"waited {rank}"])])
 
+    def mark_left(self, rank: int) -> None:
+        """Record that this rank has released its connections: its script ends, which may take seconds."""
+        within(PATIENCE, lambda: self._store.set(f"left {rank}", "1"))
+
+    def ranks_left(self, ranks: list[int]) -> list[int]:
+        """Return those of ``ranks`` that have recorded that they leave."""
+        return within(PATIENCE, lambda: [rank for rank in ranks if self._store.check([f"left {rank}"])]) or []
+
     def mark_waiting(self, rank: int) -> None:
         """Record that this rank waits now."""
         self._store.set(f"waits {rank}", str(time.time()))

@@ -211,7 +211,8 @@ class Ranks:
             "the ranks were called for different things, so all of them stop:"
             + "".join(f"\n  {line}" for line in lines[:_SHOWN])
             + "\n  Every rank must make the same Graphs in the same order, and do the same with them in the same order "
-            "(a set of Graphs has another order in each process; what one rank does alone must not need the others)"
+            "(a set of Graphs has another order in each process; what one rank does alone must not need the others; "
+            "where the data of one rank ends before that of others: gz.until_all_end)"
         )
 
     def _first_failure(self, topic: Topic, failure: Exception | None) -> tuple[Exception, int]:
