@@ -17,6 +17,7 @@ from graphzero.errors import VerifyError
 from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.packed_graph import PackedGraph, PackedHistory
 from graphzero.ir.text.printer import print_graph
+from graphzero.ir.verifier.stream_order import check_streams
 from graphzero.ir.verifier.verify import verify
 from graphzero.logs import phase
 from graphzero.passes.option_text import write_options
@@ -154,6 +155,8 @@ class Pipeline:
         for pass_ in self.passes:
             with phase(pass_name(pass_)):
                 graph, before = self._run_one(pass_, graph, before, packer)
+        if self.verifies and self.history:
+            check_streams(graph, f"after pass {self.history[-1].name}: ")
         return graph
 
     def _run_one(
@@ -168,7 +171,7 @@ class Pipeline:
         after = packer.add_copy(graph)
         began = time.perf_counter()
         if self.verifies and not (self.history and after is before):
-            verify(graph, after=repr(pass_) if isinstance(pass_, BuiltinPass) else name)
+            verify(graph, after=repr(pass_) if isinstance(pass_, BuiltinPass) else name, is_final=False)
         verified = time.perf_counter()
         graph.settle()
         self.history.append(Record(name, pass_, (before, after), finished - started, verified - began))

@@ -3,7 +3,7 @@
 At every level: operands stand before their readers, every value has a type, an update has the type of what it
 replaces.  From "propagated" on: every tensor has an SBP that its op can make.  From "boxed" on: every op reads
 what it allows, and a state leaves the step with the SBP it entered with.  From "lowered" on: what moves values is in
-``collective_moves``, what may be written over in ``storage``.
+``collective_moves``, what may be written over in ``storage``, what transfers under way may touch in ``stream_order``.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from graphzero.ir.verifier.collective_moves import check_moves
 from graphzero.ir.verifier.memory_spaces import check_spaces
 from graphzero.ir.verifier.stated_types import check_stated
 from graphzero.ir.verifier.storage import check_storage
+from graphzero.ir.verifier.stream_order import check_streams
 from graphzero.ir.verifier.violation import nd_text, violation
 from graphzero.sbp.shards import nests
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import Nd, Sbp
 
 
-def verify(graph: StepGraph, after: str = "") -> StepGraph:
+def verify(graph: StepGraph, after: str = "", is_final: bool = True) -> StepGraph:
     """Check every law that holds at the graph's level; returns the graph.
 
     Args:
         after: the pass that made it, for the message.
+        is_final: whether no pass follows, so that the law of streams holds too, which is about what runs.
 
     Raises:
         VerifyError: the law, the line with its neighbours and the user's source line, what is allowed, what to do.
@@ -57,6 +59,8 @@ def verify(graph: StepGraph, after: str = "") -> StepGraph:
     if level >= LEVELS.index("lowered"):
         check_moves(graph, where)
         check_storage(graph, where)
+        if is_final:
+            check_streams(graph, where)
     return graph
 
 

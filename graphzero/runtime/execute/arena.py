@@ -14,7 +14,7 @@ from torch import fx
 from graphzero.ir import transfer_layout, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.arena import Arena
-from graphzero.runtime.execute.environment import Places
+from graphzero.ir.streams.places import Places
 
 Shape = tuple[int, ...]
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from graphzero.ir import value
-from graphzero.runtime.execute.environment import Places
+from graphzero.ir.streams.places import Places
 from graphzero.runtime.execute.steps import Barrier, Env, Line, Segment, Step, WholeStep
 from graphzero.runtime.world.world import World
 from graphzero.sbp.shards import LocalSize, LocalStart
@@ -72,10 +72,10 @@ class Code:
             self.steps.append(self.segment(self._lines))
             self._lines = []
 
-    def barrier(self, node: fx.Node, action: Callable[[list[Env]], Any]) -> None:
-        """Here all local ranks do ``action`` together."""
+    def barrier(self, node: fx.Node, action: Callable[[list[Env]], Any], meets: bool = True) -> None:
+        """Here all local ranks do ``action`` together.  meets: whether they come to it from work of their own."""
         self.cut()
-        self.steps.append(Barrier(node, action))
+        self.steps.append((Barrier if meets else WholeStep)(node, action))
 
     def repeat(self, since: int, node: fx.Node, times: int) -> None:
         """Repeat the steps from number ``since`` on ``times`` times; each repetition gets its number."""

@@ -1,6 +1,6 @@
-"""Collectives in generated code: packed and begun at one line, awaited and unpacked at another, or both at one.
+"""Collectives in generated code: how they are packed, begun, awaited and unpacked.
 
-What travels is ``collectives``'s, how is the world's; here is where ranks meet.
+When, ``ir/streams/instructions.py`` says; what travels is ``packing``'s, how is the world's.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from functools import partial
 from torch import fx
 
 from graphzero.errors import VerifyError
-from graphzero.ir import transfer_layout
+from graphzero.ir import ops, transfer_layout, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage import inplace
-from graphzero.ir.transfer import NO_SLOT_YET
+from graphzero.ir.streams.places import Places
+from graphzero.ir.transfer import NO_SLOT_YET, transfer_of
 from graphzero.runtime.execute import packing
 from graphzero.runtime.execute.arena import Rooms
 from graphzero.runtime.execute.code import Code
-from graphzero.runtime.execute.environment import Places
 from graphzero.runtime.execute.packing import Direct, Exchange, starter
 from graphzero.runtime.execute.writes import Writes
 from graphzero.runtime.world.world import World
@@ -33,43 +33,55 @@ class Transfers:
         self.writes, self.rooms = writes, rooms
         self.slotted: list[tuple[int, int, list[Exchange]]] = []
 
-    def begin(self, node: fx.Node) -> None:
-        """A collective, or the launch of one."""
+    def pack(self, node: fx.Node) -> None:
+        """Lay what a collective moves where it sends from."""
         layout = transfer_layout.layout_of(self.graph, node)
         assert layout is not None
-        if layout.moves.slot == NO_SLOT_YET:
+        moves = layout.moves
+        if moves.slot == NO_SLOT_YET:
             raise VerifyError(f"'{node.name}' has no communication slot; run the pass slots before")
         exchanges = [Exchange(self.graph, layout, self.world, local) for local in self.code.locals]
-        moves = layout.moves
         members = [self.code.text(member) for member in moves.members]
-        starts = starter(moves, self.graph, self.world)
-        if not moves.is_launch:
-            place, fresh = self.places.new(), self.code.per_rank([exchange.fresh for exchange in exchanges])
-            self.code.add(f"e[{place}] = {fresh}().pack([{', '.join(members)}])", node)
-            self.code.barrier(node, lambda envs: starts([e[place] for e in envs]).wait())
-            self.code.fill(node, f"e[{place}].unpack()", listed=True)
-            self.code.empty(place, node)
-            return
-        if moves.slot is None:
+        if moves.is_direct:
             self._pack_direct(node, members[0], exchanges)
-        else:
+        elif moves.is_launch:
+            assert moves.slot is not None
             slot = self.places.new()
             self.slotted.append((slot, moves.slot, exchanges))
             self.code.add(f"e[{self.places.of[node]}] = e[{slot}].pack([{', '.join(members)}])", node)
-        at, pending = self.places.of[node], self.world.pending
-        self.code.barrier(node, lambda envs: pending.__setitem__(at, starts([e[at] for e in envs])))
+        else:
+            fresh = self.code.per_rank([exchange.fresh for exchange in exchanges])
+            self.code.add(f"e[{self.places.buffers[node]}] = {fresh}().pack([{', '.join(members)}])", node)
 
-    def wait(self, node: fx.Node) -> None:
-        (launch,) = node.args
-        assert isinstance(launch, fx.Node)
-        place, pending = self.places.of[launch], self.world.pending
-        self.code.barrier(node, lambda envs: pending.pop(place).wait())
-        self.code.fill(node, f"e[{place}].unpack()", listed=True)
-        home = self._home_of_arrival(launch)
+    def begin(self, node: fx.Node) -> None:
+        """Begin a collective, which goes on until it is awaited."""
+        moves = transfer_of(node)
+        assert moves is not None
+        starts, place, pending = starter(moves, self.graph, self.world), self._place(node), self.world.pending
+        self.code.barrier(node, lambda envs: pending.__setitem__(place, starts([e[place] for e in envs])))
+
+    def await_end(self, node: fx.Node) -> None:
+        """Let what follows run behind a collective: the one that ``node`` waits for, or itself."""
+        place, pending = self._place(self._begun_by(node)), self.world.pending
+        self.code.barrier(node, lambda envs: pending.pop(place).wait(), meets=node.target is ops.wait)
+
+    def unpack(self, node: fx.Node) -> None:
+        """Take the results of a collective that has ended."""
+        begun = self._begun_by(node)
+        self.code.fill(node, f"e[{self._place(begun)}].unpack()", listed=True)
+        home = self._home_of_arrival(begun)
         if home is not None:
             (pick,) = node.users
             settle = self.code.name(packing.settle)
             self.code.add(f"{settle}(e[{self.places.of[home]}], e[{self.places.of[pick]}])", node)
+
+    @staticmethod
+    def _begun_by(node: fx.Node) -> fx.Node:
+        return value.operand(node) if node.target is ops.wait else node
+
+    def _place(self, node: fx.Node) -> int:
+        """Where what a collective works in stands while it is under way."""
+        return self.places.buffers.get(node, self.places.of[node])
 
     def _pack_direct(self, launch: fx.Node, member: str, exchanges: list[Exchange]) -> None:
         """Transfer one value out of its own storage, without packing."""

@@ -1,31 +1,33 @@
 """From a graph to what the executor runs: straight-line Python, cut where ranks meet.
 
-Here is which lines an op becomes.  Where values stand is ``places``, how lines are written ``code``, what may be
-written over when ``writes``, what travels ``transfers``; what the result consists of is ``steps``.
+Here is which lines an instruction becomes.  Which there are, and in which order, is ``ir/streams/instructions.py``;
+where values stand is ``places``, how lines are written ``code``, what may be written over when ``writes``, what travels
+``transfers``; what the result consists of is ``steps``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import Any
 
 from torch import Tensor, fx
 
 from graphzero.errors import VerifyError
 from graphzero.ir import ops, value
-from graphzero.ir.aliases import is_copy, is_name
+from graphzero.ir.aliases import is_copy
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage import inplace
 from graphzero.ir.storage.arena import Arena
-from graphzero.ir.transfer import is_transfer
+from graphzero.ir.streams.instructions import Instruction, InstructionKind, InstructionList
+from graphzero.ir.streams.places import Places
 from graphzero.ops import CHECK
 from graphzero.runtime import kernels
 from graphzero.runtime.execute import checks
 from graphzero.runtime.execute.arena import Room, Rooms
 from graphzero.runtime.execute.code import Code
 from graphzero.runtime.execute.collectives import Transfers
-from graphzero.runtime.execute.environment import Places
 from graphzero.runtime.execute.packing import Exchange
 from graphzero.runtime.execute.steps import Segment, Step
 from graphzero.runtime.execute.writes import Writes
@@ -95,51 +97,59 @@ class _Compiler:
         self.transfers = Transfers(graph, world, self.places, self.code, self.writes, self.rooms)
 
     def compile(self) -> Program:
-        emptied, repeated = self.places.emptied_after(), self.places.repeated
-        for node in self.graph.nodes:
-            if repeated and node is repeated[0]:
+        instructions = InstructionList(self.graph, self.places)
+        handed_over: set[int] = set()  # places that a region empties itself
+        for number, one in enumerate(instructions.all):
+            if instructions.repeated and number == instructions.repeated.start:
                 self.code.cut()
                 since = len(self.code.steps)
-            if isinstance(node.target, RegionOp):
-                freed = emptied.pop(node, [])
-                emptied[node] = [place for place in freed if not self._may_hand_over(node, place)]
-                self._region(node, node.target, [place for place in freed if place not in emptied[node]])
-            elif node.op == "call_function":
-                self._node(node)
-            done = emptied.get(node, ())
-            if repeated and node is repeated[-1]:
-                for place in filter(self.places.is_repeated, done):
-                    self.code.empty(place, node)
-                self.code.repeat(since, self._number(repeated), value.repeats_of(node))
-                done = [place for place in done if not self.places.is_repeated(place)]
-            for place in done:
-                self.code.empty(place, node)
+            if one.kind is InstructionKind.CALL and isinstance(one.node.target, RegionOp):
+                behind = takewhile(
+                    lambda other: other.kind is InstructionKind.EMPTY, islice(instructions.all, number + 1, None)
+                )
+                places = [other.place for other in behind if self._may_hand_over(one.node, other)]
+                handed_over.update(places)
+                self._region(one.node, one.node.target, places)
+            elif one.node.target in ops.HOST_COPIES and one.kind is not InstructionKind.EMPTY:
+                self._host_copy(one.node)
+            elif one.kind is not InstructionKind.EMPTY:
+                self._emit[one.kind](one.node)
+            elif one.place in handed_over:
+                handed_over.discard(one.place)
+            else:
+                self.code.empty(one.place, one.node)
+            if instructions.repeated and number == instructions.repeated.stop - 1:
+                self.code.repeat(since, self._number(self.places.repeated), instructions.times)
         self.writes.end(self.graph.output)
         self.code.cut()
         return self._program()
 
-    def _may_hand_over(self, node: fx.Node, place: int) -> bool:
-        """Return whether a place that nobody reads behind ``node`` is empty when that runs again."""
-        return not value.repeats_of(node) or self.places.is_repeated(place)
+    @property
+    def _emit(self) -> Mapping[InstructionKind, Callable[[fx.Node], None]]:
+        """What writes the lines of an instruction."""
+        transfers = self.transfers
+        return {
+            InstructionKind.CALL: self._call,
+            InstructionKind.PACK: transfers.pack,
+            InstructionKind.BEGIN: transfers.begin,
+            InstructionKind.AWAIT: transfers.await_end,
+            InstructionKind.UNPACK: transfers.unpack,
+        }
+
+    def _may_hand_over(self, node: fx.Node, empty: Instruction) -> bool:
+        """Return whether ``node`` reads a place last, also when it runs again."""
+        return empty.node is node and (not value.repeats_of(node) or self.places.is_repeated(empty.place))
 
     def _number(self, repeated: Sequence[fx.Node]) -> fx.Node:
         """The expression for the number of the micro-batch that runs."""
         return next(node for node in repeated if node.target is ops.micro_batch)
 
-    def _node(self, node: fx.Node) -> None:
+    def _call(self, node: fx.Node) -> None:
         target: Any = node.target
-        if is_name(target) or self.places.is_picked(node) or target is ops.micro_batch:
-            return
         if target is ops.box:
             raise VerifyError(f"'{node.name}' is still a box, which no runtime can execute; run lower_boxing before")
         if target is ops.assign:
             self.writes.assign(node, value.operand(node), value.operand(node, 1))
-        elif target in ops.HOST_COPIES:
-            self._host_copy(node)
-        elif target is ops.wait:
-            self.transfers.wait(node)
-        elif is_transfer(node):
-            self.transfers.begin(node)
         elif target in LOCAL_MOVES:
             moves = [kernels.local_move(self.graph, node, self.world, local) for local in self.code.locals]
             self.code.fill(node, f"{self.code.per_rank(moves)}({self.code.text(node.args[0])})")

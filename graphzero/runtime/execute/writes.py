@@ -13,9 +13,9 @@ from torch import fx
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage import inplace
+from graphzero.ir.streams.places import Places
 from graphzero.runtime import kernels
 from graphzero.runtime.execute.code import Code
-from graphzero.runtime.execute.environment import Places
 from graphzero.runtime.execute.steps import Env, Line
 from graphzero.runtime.transport.primitives import place_of
 from graphzero.runtime.world.host_copies import HostCopies

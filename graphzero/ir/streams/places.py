@@ -31,6 +31,7 @@ class Places:
         self.roots = liveness(graph).roots
         self.of: dict[fx.Node, int] = {}
         self.results: dict[fx.Node, list[int]] = {}
+        self.buffers: dict[fx.Node, int] = {}
         self.persistent: dict[str, int] = {}
         self.inputs: dict[str, int] = {}
         for node in graph.nodes:
@@ -68,6 +69,8 @@ class Places:
             self.of[node] = self.results[source][node.args[1]]  # type: ignore[index]
         else:
             self.of[node] = self.new()
+            if node.target in ops.COLLECTIVES or node.target in ops.BUCKETS:
+                self.buffers[node] = self.new()
             if value.is_multi(node) and node.target is not ops.launch and _is_only_picked(node):
                 self.results[node] = self._result_places(node)
 

@@ -1,0 +1,46 @@
+"""The law of streams: what transfers touch is touched by nothing else that does not run before or behind.
+
+It holds for every program whose transfers have their slots, whatever it runs on: what is issued in which order, on
+which stream, with which records and waits is that of a GPU (``ir/streams``), where nothing else orders it.
+"""
+
+from __future__ import annotations
+
+from graphzero.ir import ops
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.storage.liveness import liveness
+from graphzero.ir.streams.events import BUFFER, COMPUTE, SLOT, Region, list_events
+from graphzero.ir.streams.races import StreamRace, find_race
+from graphzero.ir.transfer import NO_SLOT_YET
+from graphzero.ir.verifier.violation import violation
+
+
+def check_streams(graph: StepGraph, where: str = "") -> None:
+    """Raise VerifyError where two accesses to one memory are not ordered by a stream or by a wait."""
+    slots = [moves.slot for moves in liveness(graph).transfers.values() if moves.is_launch]
+    if NO_SLOT_YET in slots or not (slots or any(node.target in ops.HOST_LAUNCHES for node in graph.nodes)):
+        return
+    race = find_race(list_events(graph))
+    if race is not None:
+        raise violation(race.second.node, where, _describe(race), _next_step(race))
+
+
+def _describe(race: StreamRace) -> str:
+    first, second = race.first, race.second
+    if second.does == "end":
+        return f"the step ends while {first} may still run in {_memory(race.region)}: nothing waits for it"
+    if second.does == "free":
+        return f"behind {second} the memory of {_memory(race.region)} is given back while {first} may still run in it"
+    return f"{second} works in {_memory(race.region)} while {first} may still run in it"
+
+
+def _next_step(race: StreamRace) -> str:
+    launch = race.first if race.first.stream != COMPUTE else race.second
+    return f"Wait for '{launch.node.name}' before, or give one of them other memory"
+
+
+def _memory(region: Region) -> str:
+    kind, which = region
+    if kind == SLOT:
+        return f"slot {which}"
+    return f"the buffer of '{which}'" if kind == BUFFER else f"'{kind.name}'"  # type: ignore[union-attr]

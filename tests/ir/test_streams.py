@@ -1,0 +1,203 @@
+"""No two accesses to one memory race: the law of streams, beside torch's sanitizer for CUDA.
+
+Both are given the events of ``ir/streams``, and of each mutation of these: a record or a wait that is dropped, or that
+stands elsewhere, memory that is given back elsewhere, a transfer in another slot.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.cuda import _sanitizer
+
+import graphzero as gz
+from graphzero.errors import VerifyError
+from graphzero.ir.streams.events import (
+    COMPUTE,
+    SLOT,
+    TO_DEVICE,
+    TO_HOST,
+    EventRecord,
+    EventWait,
+    StreamEvent,
+    StreamKernel,
+    list_events,
+)  # fmt: skip
+from graphzero.ir.streams.instructions import InstructionKind, InstructionList
+from graphzero.ir.streams.races import find_race
+from graphzero.ir.text.parser import parse
+from graphzero.ir.verifier.stream_order import check_streams
+from graphzero.runtime.execute import program
+from graphzero.testing import strict_transfers
+
+Events = Sequence[StreamEvent]
+
+
+def find_race_by_torch(events: Events) -> bool:
+    """Whether torch's sanitizer objects; it is Python alone, and needs no GPU."""
+    handler = _sanitizer.EventHandler()
+    numbers: dict[object, int] = {}
+
+    def number(x: object) -> int:
+        return numbers.setdefault(x, len(numbers) + 1)
+
+    for event in events:
+        stream = number(("stream", event.stream))
+        if isinstance(event, EventRecord):
+            handler._handle_event_record(event.event, stream)
+        elif isinstance(event, EventWait):
+            handler._handle_event_wait(event.event, stream)
+        else:
+            reads, writes = ({number(region) for region in some} for some in (event.reads - event.writes, event.writes))
+            names = {x: [str(x)] for x in reads | writes}
+            if handler._handle_kernel_launch(stream, reads, writes, set(), event.does, names):
+                return True
+    return False
+
+
+def mutations(events: Events) -> Iterator[tuple[str, list[StreamEvent]]]:
+    """Each with its kind."""
+    slots = {region for event in events if isinstance(event, StreamKernel) for region in event.writes}
+    slots = {region for region in slots if region[0] == SLOT}
+    for i, event in enumerate(events):
+        rest = [*events[:i], *events[i + 1 :]]
+        kind = type(event).__name__
+        if isinstance(event, StreamKernel) and event.does not in ("free", "begin"):
+            continue
+        if isinstance(event, StreamKernel) and event.does == "begin":
+            for slot in slots - event.writes if event.writes & slots else ():
+                writes = event.writes - slots | {slot}
+                yield "slot", [*events[:i], event._replace(writes=writes), *events[i + 1 :]]
+            continue
+        kind = event.does if isinstance(event, StreamKernel) else kind
+        if kind != "free":
+            yield f"{kind} dropped", rest
+        for way in (-6, -3, -2, -1, 1, 2, 3, 6):
+            if 0 <= i + way <= len(rest):
+                yield f"{kind} moved", [*rest[: i + way], event, *rest[i + way :]]
+
+
+class TrainGraph(gz.Graph):
+    def __init__(
+        self, stage: int, micro_batches: int = 1, axes: tuple[str, ...] = ("dp",), offload: bool = False
+    ) -> None:
+        grid = torch.arange(4).reshape((4,) if len(axes) == 1 else (2, 2)).tolist()
+        super().__init__(gz.placement("cpu", grid, names=axes, virtual=True))
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.1), clip_grad_norm=0.5)
+        if stage:
+            self.config.enable_zero(stage=stage)
+        self.config.set_gradient_accumulation_steps(micro_batches)
+        self.config.set_activation_memory("checkpoint" if micro_batches > 1 else None)
+        self.config.bucket_bytes = 600
+        if offload:
+            self.config.enable_offload(states=True)
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        loss.backward()
+        return loss
+
+
+BATCH = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 4
+PROGRAMS = [
+    (0, 1, ("dp",), False), (1, 4, ("dp",), True), (2, 4, ("dp", "tp"), False), (3, 1, ("dp", "dp_shard"), False),
+    (3, 4, ("dp",), False),
+]  # fmt: skip
+
+
+@pytest.fixture
+def no_stack_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sanitizer takes one at each kernel, which is all of its time."""
+    summary = SimpleNamespace(extract=lambda *args, **kwargs: [])
+    monkeypatch.setattr(_sanitizer, "traceback", SimpleNamespace(StackSummary=summary, walk_stack=lambda frame: []))
+
+
+@pytest.mark.parametrize(("stage", "micro_batches", "axes", "offload"), PROGRAMS)
+def test_the_law_objects_where_torchs_sanitizer_does(
+    stage: int, micro_batches: int, axes: tuple[str, ...], offload: bool, no_stack_traces: None
+) -> None:
+    events = list_events(TrainGraph(stage, micro_batches, axes, offload).compile(*BATCH).program)
+    assert {event.stream for event in events} >= {COMPUTE, *((TO_DEVICE, TO_HOST) if offload else ())}
+    assert find_race(events) is None and not find_race_by_torch(events)
+    seen: Counter[tuple[str, bool]] = Counter()
+    for kind, mutated in mutations(events):
+        objects = find_race(mutated) is not None
+        assert objects == find_race_by_torch(mutated), kind
+        seen[kind, objects] += 1
+    transfers = sum(isinstance(event, StreamKernel) and event.does == "begin" for event in events)
+    # Those that are dropped without harm stand beside another one that orders the same: copies are begun in buckets.
+    for kind in ("EventRecord", "EventWait"):
+        assert seen[f"{kind} dropped", False] < seen[f"{kind} dropped", True], seen
+        assert seen[f"{kind} dropped", True] + seen[f"{kind} dropped", False] == 2 * transfers
+        assert seen[f"{kind} moved", True] and seen[f"{kind} moved", False]
+
+
+SLOTS = """
+graph step(dp=2) local
+  v = param() : f32[8]  S(0)
+  w = param() : f32[6]  S(0)
+  g = batch() : f32[4]  P
+forward:
+  l = launch('bucket_all_gather', 0, [v, w], [0, 0], 'dp') : (f32[8]  B, f32[6]  B)
+  m = launch('bucket_all_gather', SLOT, [w, v], [0, 0], 'dp') : (f32[6]  B, f32[8]  B)
+  a = wait(l) : (f32[8]  B, f32[6]  B)
+  b = a[0] : f32[8]  B
+  n = wait(m) : (f32[6]  B, f32[8]  B)
+  c = n[1] : f32[8]  B
+  return b, c
+"""
+
+
+def test_two_transfers_at_a_time_have_two_slots() -> None:
+    check_streams(parse(SLOTS.replace("SLOT", "1")))
+    with pytest.raises(VerifyError, match=r"'m' \(pack, stream compute\) works in slot 0 while 'l'"):
+        check_streams(parse(SLOTS.replace("SLOT", "0")))
+
+
+IN_PLACE = """
+graph step(dp=2, tp=2) local
+  g = batch() : f32[4]  (P, P)
+backward:
+  h = neg(g) : f32[4]  (P, P)
+  l = launch('bucket_all_reduce', None, [h], 'dp', 'sum') : (f32[4]  (B, P))
+  a = wait(l) : (f32[4]  (B, P))
+  b = a[0] : f32[4]  (B, P)
+  m = launch('bucket_all_reduce', None, [b], 'tp', 'sum') : (f32[4]  (B, B))
+  n = wait(m) : (f32[4]  (B, B))
+  c = n[0] : f32[4]  (B, B)
+  return c
+"""
+
+
+def test_what_is_reduced_along_two_axes_waits_between_them() -> None:
+    events = list_events(parse(IN_PLACE))
+    assert find_race(events) is None
+    first = next(event for event in events if isinstance(event, EventWait) and event.stream == COMPUTE)
+    race = find_race([event for event in events if event is not first])
+    assert race is not None and (race.first.stream, race.second.node.name) == ("dp", "m")
+
+
+class WithoutOneWait(InstructionList):
+    """The list that lacks the first AWAIT of a launch, and what is unpacked is what is there."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        awaits = (i for i, one in enumerate(self.all) if one.kind is InstructionKind.AWAIT)
+        del self.all[next(awaits)]
+
+
+def test_the_executor_runs_the_list_and_no_wait_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with strict_transfers():
+        assert TrainGraph(1)(*BATCH).isfinite()
+        monkeypatch.setattr(program, "InstructionList", WithoutOneWait)
+        graph = TrainGraph(0)
+        graph(*BATCH)
+        assert any(x.isnan().any() for x in graph.model.state_dict().values())
