@@ -36,6 +36,8 @@ def _memory(report: PlanReport) -> Iterator[Sequence[str]]:
     yield ("bytes at the peak",)
     yield from _rows(CATEGORIES, lambda name: [plan.at_peak[name] for plan in plans], mega)
     yield ("  all", *(mega(plan.peak) for plan in plans))
+    if any(plan.host for plan in plans):
+        yield ("  beside it, in host memory", *(mega(plan.host) for plan in plans))
     yield ("  of it between steps", *(mega(sum(plan.resident.values())) for plan in plans))
     fits = ["yes" if plan.peak <= report.memory else "no" for plan in plans]
     yield (f"  fits in {mega(report.memory)}", *fits)
@@ -60,6 +62,10 @@ def _traffic(report: PlanReport) -> Iterator[Sequence[str]]:
     yield ("  all", *(mega(one.plan.comm_bytes + more) for one, more in zip(report.stages, messages, strict=True)))
     yield ("    in Psi, parameters and gradients", *(f"{one.plan.comm_volume:.3f}" for one in report.stages))
     yield ("    in calls", *(f"{len(one.plan.collectives):,}" for one in report.stages))
+    copies = [one.plan.host_traffic for one in report.stages]
+    if any(map(any, copies)):
+        yield ("  from host memory to the device", *(mega(one.to_device) for one in copies))
+        yield ("  and back", *(mega(one.to_host) for one in copies))
 
 
 def _seconds(report: PlanReport) -> Iterator[Sequence[str]]:
@@ -69,7 +75,13 @@ def _seconds(report: PlanReport) -> Iterator[Sequence[str]]:
     yield ("  compute", *(format_seconds(step.compute) for step in steps))
     yield from _rows(PHASES, lambda name: [phase.get(name, 0.0) for phase in phases], format_seconds, indent=4)
     yield ("  communication", *(format_seconds(step.communication) for step in steps))
-    yield ("    not hidden behind compute", *(format_seconds(step.exposed) for step in steps))
+    yield (
+        "    not hidden behind compute",
+        *(format_seconds(step.exposed - step.host_copies_exposed) for step in steps),
+    )
+    if any(step.host_copies for step in steps):
+        yield ("  copies to and from host memory", *(format_seconds(step.host_copies) for step in steps))
+        yield ("    of them not hidden behind compute", *(format_seconds(step.host_copies_exposed) for step in steps))
     if any(step.host > 0.01 * step.seconds for step in steps):
         yield ("  waiting for the host to start ops", *(format_seconds(step.host) for step in steps))
     if any(step.idle for step in steps):

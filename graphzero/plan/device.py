@@ -21,6 +21,7 @@ from graphzero.sbp.placement import DEVICE_TYPES, Placement
 
 FOLDER = Path(__file__).parent / "devices"
 INSIDE, BETWEEN = "inside", "between"
+HOST_MEMORY = "host memory"
 FLOPS, MEMORY = "flops", "memory"  # what bounds an op, and the shares of ops that have none of their own
 BESIDE = ("placement", "torch", "measured")  # what ``graphzero calibrate`` notes in the same file
 OF_16_BITS = ("bf16", "f16")
@@ -34,7 +35,8 @@ class Device:
     flops: operations a second at the peak, by dtype as programs write it (f32, bf16); f32 is there.
     memory: bytes a second at the peak.  capacity: bytes of memory.  call: seconds that it takes to start an op.
     links: by the name of an axis; "inside" and "between" hosts, for all others, and "inside 2" for axes along which
-    so many ranks meet, or fewer.  host: ranks of one host.
+    so many ranks meet, or fewer; "host memory" for copies between a device and its host, of which both directions run
+    at a time.  host: ranks of one host.
     reached: share of the peak by op (mm, attention); "flops" and "memory" for ops that are bound by these.
     runs_ahead: whether the host starts ops while others run, as of a GPU.  overlaps: whether transfers run beside
     compute; otherwise a rank that waits for one makes it itself.  step: seconds around the ops of a step,
@@ -167,6 +169,15 @@ class Device:
                 f'alone; add "{axis}", or "{INSIDE}" and "{BETWEEN}" hosts, to its "links"'
             )
         return price
+
+    def host_link(self) -> Link:
+        """What copies to and from host memory cost.  Raises ConfigError where the device says nothing of it."""
+        if HOST_MEMORY not in self.links:
+            raise ConfigError(
+                f"device {self.name} says nothing of the link to host memory, where this step keeps states; add "
+                f'"{HOST_MEMORY}": {{"latency": seconds, "bandwidth": bytes a second in each direction}} to its "links"'
+            )
+        return self.links[HOST_MEMORY]
 
     def way(self, placement: Placement, axis: str) -> str:
         """Whether ranks that meet along an axis are "inside" one host, or "between" several; they fill host by host."""

@@ -86,6 +86,10 @@ def work_of(at: Liveness, node: fx.Node) -> OpWork | None:
     target, graph = node.target, at.graph
     if node.op != "call_function" or target is operator.getitem or value.is_scalar(node) or target is ops.accumulator:
         return None
+    if target in ops.HOST_WAITS:
+        return None
+    if target is ops.to_device_launch:
+        return OpWork(COPY, _dtype(node), 0.0, 2.0 * _nbytes(graph, node))
     if target in ops.WRITING:
         return _writing(at, node)
     if is_view(target):

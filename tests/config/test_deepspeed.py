@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import graphzero as gz
-from graphzero.config import AmpSettings, ZeroSettings
+from graphzero.config import AmpSettings, OffloadSettings, ZeroSettings
 from graphzero.plugins.deepspeed.keys import ALIASES, AUTO, HONOURED, KEYS, REFUSED, REPLACED
 
 TWO = gz.placement("cpu", range(2), virtual=True)
@@ -113,14 +113,14 @@ def test_one_warning_names_all_that_is_done_otherwise():
         {
             "train_batch_size": 4,
             "wall_clock_breakdown": True,
-            "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+            "zero_optimization": {"offload_param": {"device": "cpu"}},
         }
     )
     first, *rest = said.splitlines()
     assert first == "the DeepSpeed configuration: these keys are replaced here"
     assert [line.split(":")[0].strip() for line in rest] == [
         "wall_clock_breakdown",
-        "zero_optimization.offload_optimizer",
+        "zero_optimization.offload_param",
         "gradient_clipping, which is not given",
     ]
 
@@ -283,6 +283,19 @@ def amp(**told):
         ({"bfloat16": {"enabled": True}, "fp16": {"enabled": False}}, "amp", AmpSettings(torch.bfloat16)),
         ({"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, "amp", AmpSettings(torch.bfloat16)),
         ({"communication_data_type": "fp32"}, "amp", AmpSettings()),
+        ({}, "offload", OffloadSettings()),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.3}}},
+            "offload",
+            OffloadSettings(True),
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"}}},
+            "offload",
+            OffloadSettings(True, "/local_nvme"),
+        ),
+        ({"zero_optimization": {"offload_optimizer": {"device": "none", "nvme_path": "/x"}}}, "offload", OffloadSettings()),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "offload", OffloadSettings(True)),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}}, "bucket_bytes", None),
         ({"zero_optimization": {"reduce_bucket_size": 5e4, "allgather_bucket_size": 2e4}}, "bucket_bytes", 80_000),
         ({"zero_optimization": {"reduce_bucket_size": 100}, "bf16": {"enabled": True}}, "bucket_bytes", 200),
@@ -296,6 +309,14 @@ def test_values_land_in_settings(given, name, found):
 @pytest.mark.parametrize(
     "given, part",
     [
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            'device "nvme" needs nvme_path, the folder in which states are to be',
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "disk"}}},
+            'its device is "none", "cpu" or "nvme"',
+        ),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4; the stages are 0, 1, 2 and 3"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled"),
         ({"fp16": {"enabled": 1}}, "fp16.enabled: 1; write true or false"),

@@ -63,7 +63,7 @@ def pipeline_timeline(pipeline: PipelineProgram, device: Device, member: int | N
     host = total("host") - device.step * (len(calls) - 1)
     return PipelineStepTimeline(
         tuple(events), end + device.step, total("compute"), total("communication"), total("exposed"), host,
-        end - busy[member], tuple(map(tuple, rows)),
+        end - busy[member], rows=tuple(map(tuple, rows)),
     )  # fmt: skip
 
 

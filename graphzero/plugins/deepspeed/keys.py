@@ -80,9 +80,13 @@ def _section(path: str, way: str, text: str, is_idle: Idle = is_disabled, holds:
 
 _SCALE = "enable_amp({}=...)"
 _BATCH = "the batch: checked, or computed from the other two and the data ranks"
+_OFFLOADED = (
+    "enable_offload() for device cpu, enable_offload(path=nvme_path) for nvme; states are streamed and stepped on the "
+    "device, whatever the other names say of how"
+)
 _NO_OFFLOAD = (
-    "nothing leaves the device: set_memory_budget(bytes), stage 3 and set_activation_memory say before the first step "
-    "whether it fits"
+    "parameters stay on the device: set_memory_budget(bytes), stage 3 and set_activation_memory say before the first "
+    "step whether it fits"
 )
 _ONE_COPY = "masters and states are float32 here; take it out, or give the optimizer a 16-bit model without enable_amp"
 _ROUNDED = (
@@ -189,11 +193,11 @@ KEYS = (
     _replaced("zero_optimization.compute_grad_norm", "only clipping computes a norm, always", always),
     _replaced("zero_optimization.load_from_fp32_weights", "checkpoints hold float32 masters, always", ON),
     _replaced("zero_optimization.elastic_checkpoint", "gz.load reads checkpoints of any number of ranks"),
-    _section("zero_optimization.offload_optimizer", REPLACED, _NO_OFFLOAD, idle_where("device", "none"), _OFFLOAD),
+    _section("zero_optimization.offload_optimizer", HONOURED, _OFFLOADED, idle_where("device", "none"), _OFFLOAD),
     _section("zero_optimization.offload_param", REPLACED, _NO_OFFLOAD, idle_where("device", "none"), _OFFLOAD),
-    _replaced("zero_optimization.cpu_offload", _NO_OFFLOAD),
+    _honoured("zero_optimization.cpu_offload", "enable_offload(), as offload_optimizer with device cpu"),
     _replaced("zero_optimization.cpu_offload_param", _NO_OFFLOAD),
-    _replaced("zero_optimization.cpu_offload_use_pin_memory", _NO_OFFLOAD),
+    _replaced("zero_optimization.cpu_offload_use_pin_memory", "host memory beside a GPU is always pinned", always),
     _section(
         "zero_optimization.zenflow", REFUSED, "updates would be late; take it out", lambda value: value is None
     ),

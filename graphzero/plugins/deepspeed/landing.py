@@ -28,6 +28,7 @@ def land(document: Document, placement: Placement, config: GraphConfig) -> DeepS
     rest = ported(document, batch)
     config.set_gradient_accumulation_steps(batch.steps)
     _zero(document, batch, config)
+    _offload(document, config)
     precision = _precision(document)
     if precision:
         config.enable_amp(**precision)
@@ -43,6 +44,21 @@ def _zero(document: Document, batch: Batch, config: GraphConfig) -> None:
     threshold = document.count("zero_optimization.stage3_param_persistence_threshold", 0)
     if stage:
         config.enable_zero(stage=stage, shard_min_size=threshold // batch.ranks + 1 if stage == 3 else 1)
+
+
+def _offload(document: Document, config: GraphConfig) -> None:
+    """Optimizer states in host memory, or in files on an NVMe disk."""
+    path = "zero_optimization.offload_optimizer"
+    section = document.section(path)
+    device, folder = section.get("device") or "none", section.get("nvme_path")
+    if document.flag("zero_optimization.cpu_offload") and device == "none":
+        device = "cpu"
+    if device not in ("none", "cpu", "nvme"):
+        raise document.wrong(path, 'its device is "none", "cpu" or "nvme"')
+    if device == "nvme" and not (isinstance(folder, str) and folder):
+        raise document.wrong(path, 'device "nvme" needs nvme_path, the folder in which states are to be')
+    if device != "none":
+        config.enable_offload(path=folder if device == "nvme" else None)
 
 
 def _precision(document: Document) -> dict[str, Any]:
