@@ -35,12 +35,13 @@ MALLOC = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"} 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes behind the last step, and seconds of the median step."""
+    """Bytes behind the last step, what the plan says of the device's between steps, and seconds of the median step."""
 
     own: int
     files: int
     on_device: int
     on_host: int
+    planned: int
     seconds: float
     loss: float
 
@@ -76,9 +77,18 @@ def main() -> None:
     rows = []
     for name, path in (("in memory", None), ("in files", options.path)):
         one: Held = on_gloo(options.ranks, measure, shape, options.stage, path)
-        cells = [f"{nbytes / 1e6:.1f}" for nbytes in (one.own, one.files, one.on_device, one.on_host)]
+        cells = [f"{nbytes / 1e6:.1f}" for nbytes in (one.own, one.files, one.on_device, one.on_host, one.planned)]
         rows.append([name, *cells, f"{one.seconds:.2f}", f"{one.loss:.6f}"])
-    head = ["states", "own, MB", "mapped files, MB", "states on device, MB", "on host, MB", "step, s", "loss"]
+    head = [
+        "states",
+        "own, MB",
+        "mapped files, MB",
+        "states on device, MB",
+        "on host, MB",
+        "planned between steps, MB",
+        "step, s",
+        "loss",
+    ]
     print(f"stage {options.stage} on {options.ranks} gloo ranks, bytes of rank 0\n\n{markdown(head, rows)}")
 
 
@@ -95,7 +105,7 @@ def measure(rank: int, shape: Shape, stage: int, path: str | None) -> Held:
     if hasattr(ctypes.CDLL(None), "malloc_trim"):
         ctypes.CDLL(None).malloc_trim(0)
     memory = graph.plan.memory
-    states = memory["optimizer_states"], memory.host_resident
+    states = memory["optimizer_states"], memory.host_resident, sum(memory.resident.values())
     return Held(resident("RssAnon"), resident("RssFile"), *states, statistics.median(seconds[1:]), float(loss))
 
 

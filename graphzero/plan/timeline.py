@@ -1,9 +1,9 @@
 """When each op of a step runs, by a device's numbers: what the plan knows of bytes, told in seconds.
 
 The program is walked in its order, as the executor does.  Ops queue up on one compute stream, transfers on one stream
-for each placement axis, copies between a GPU and host memory on one for each direction; a CPU makes these itself.  What is launched runs beside compute until it is awaited; what is not launched is awaited at
-once.  A micro-batch's body is walked as often as it runs.  All ranks are taken to be alike and to come to a transfer
-together.
+for each placement axis, copies between a GPU and host memory on one for each direction; a CPU makes these itself.  What
+is launched runs beside compute until it is awaited; what is not launched is awaited at once.  A micro-batch's body is
+walked as often as it runs.  All ranks are taken to be alike and to come to a transfer together.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def amp(**told):
         ({"communication_data_type": "fp32"}, "amp", AmpSettings()),
         ({}, "offload", OffloadSettings()),
         (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.3}}},
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.3}}},
             "offload",
             OffloadSettings(True),
         ),
@@ -294,7 +294,7 @@ def amp(**told):
             "offload",
             OffloadSettings(True, "/local_nvme"),
         ),
-        ({"zero_optimization": {"offload_optimizer": {"device": "none", "nvme_path": "/x"}}}, "offload", OffloadSettings()),
+        ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, "offload", OffloadSettings()),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "offload", OffloadSettings(True)),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}}, "bucket_bytes", None),
         ({"zero_optimization": {"reduce_bucket_size": 5e4, "allgather_bucket_size": 2e4}}, "bucket_bytes", 80_000),

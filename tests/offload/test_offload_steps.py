@@ -157,6 +157,17 @@ def test_a_disk_without_room_is_named(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_rank_that_holds_nothing_of_small_states_needs_no_file_for_them(tmp_path):
+    """Of a weight's 5 rows rank 8 of 9 has none; it binds again when the program changes."""
+    with gz.testing.fake_world(9, rank=8):
+        graph = OffloadGraph(stage=1, where=gz.placement("cpu", range(9)))
+        graph.config.enable_offload(path=tmp_path)
+        for rows in (9, 18, 9):
+            graph(torch.zeros(rows, 12), torch.zeros(rows, 5))
+        piece = graph.optimizer.state[graph.model[4].weight]["exp_avg"].to_local()
+        assert not piece.numel() and graph.plan.memory.host_resident > 0
+
+
 # ---- settings
 
 

@@ -258,6 +258,7 @@ class Executor:
                         step.metered(envs, meter)
                         at += 1
                     meter.enter("", "")
+                self.world.host_copies.finish()
             except BaseException as error:
                 self.stopped = max(at, 0)
                 if isinstance(error, Exception):

@@ -33,10 +33,10 @@ class HostStates:
 
         Raises ConfigError where there is no room for it.
         """
-        missing = [node for name, node in self.nodes.items() if not self._stays(present.get(name))]
-        if self.folder is not None and missing:
-            spaces = (MappedFile.space_of(self._nbytes(node.name)) for node in missing)
-            self._file = MappedFile.create(self.folder, sum(spaces))
+        missing = [name for name in self.nodes if not self._stays(present.get(name))]
+        space = sum(MappedFile.space_of(self._nbytes(name)) for name in missing)
+        if self.folder is not None and space:
+            self._file = MappedFile.create(self.folder, space)
             self.world.host_copies.files.add(self._file)
 
     def for_device(self, name: str, tensor: Tensor) -> Tensor:

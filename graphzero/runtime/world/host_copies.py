@@ -27,6 +27,7 @@ class HostCopies:
         self.files: WeakSet[MappedFile] = WeakSet()
         self._streams: dict[str, Any] = {}  # by the device type to which a stream copies
         self._under_way: dict[Any, Handle] = {}
+        self._last_to_host: Any = None  # the event behind the last copy to host memory
 
     def begin_to_device(self, x: Tensor) -> Tensor:
         """Begin to copy a tensor in host memory to the device; returns the copy, not to be read before ``end``."""
@@ -64,7 +65,15 @@ class HostCopies:
         with torch.cuda.stream(side):
             target.copy_(source, non_blocking=True)
             arrived = side.record_event()
+        if target.device.type == "cpu":
+            self._last_to_host = arrived
         return _StreamCopy(arrived, self.device)
+
+    def finish(self) -> None:
+        """Wait, as a process, until all that was copied to host memory is there: Python may read it from now on."""
+        if self._last_to_host is not None:
+            self._last_to_host.synchronize()
+            self._last_to_host = None
 
     def forget(self) -> None:
         """Be done with what a stopped run has begun: a device ends it first."""
