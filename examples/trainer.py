@@ -22,6 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import graphzero as gz
 
+FILL = {"input_ids": 0, "attention_mask": 0, "labels": -100}  # what padded tokens are in a collator's batch
+
 
 class TrainerGraph(gz.Graph):
     """One step of a Trainer: the loss that it computes, over the batch of all ranks and micro-batches."""
@@ -79,13 +81,16 @@ class GraphTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         parts, self.waiting = self.waiting, []
-        if len({tuple(x.shape for x in part.values()) for part in parts}) > 1:
+        if len({tuple(x.shape for x in part.values()) for part in parts}) > 1 and self.graph.config.shapes is None:
             raise gz.ConfigError(
-                "the micro-batches of a step have unequal shapes, as of a collator that pads to the longest; let it "
-                "pad to one length: padding='max_length'"
+                "the micro-batches of a step have unequal shapes, as of a collator that pads to the longest row, or of "
+                "a smaller last batch; let the Graph pad them: GraphTrainer(configure=pad_batches), or another "
+                "function that calls config.set_shapes"
             )
         self.graph.config.set_gradient_accumulation_steps(len(parts))
-        loss: Tensor = self.graph({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+        loss: Tensor = self.graph(
+            {name: torch.cat(pad_rows([part[name] for part in parts], name)) for name in parts[0]}
+        )
         return loss
 
     @functools.cached_property
@@ -119,6 +124,18 @@ class GraphTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self.lr_scheduler.load_state_dict(gz.load(self.graph, Path(checkpoint) / "graphzero")["schedule"])
+
+
+def pad_batches(config: gz.GraphConfig, rows: int = 8, tokens: int = 64) -> None:
+    """Pad rows and tokens of all inputs to multiples, so that few programs serve batches of many shapes."""
+    fill = {f"inputs.{name}": number for name, number in FILL.items()}
+    config.set_shapes({"inputs.*": ("rows", "tokens")}, {"rows": rows, "tokens": tokens}, fill=fill)
+
+
+def pad_rows(parts: list[Tensor], name: str) -> list[Tensor]:
+    """The micro-batches of one input, with rows as long as the longest of them."""
+    longest = max(part.shape[1] for part in parts)
+    return [nn.functional.pad(part, (0, longest - part.shape[1]), value=FILL.get(name, 0)) for part in parts]
 
 
 def make_model(context: int, width: int = 64) -> LlamaForCausalLM:

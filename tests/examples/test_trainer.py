@@ -6,11 +6,16 @@ And the loops of Accelerate and of Lightning with a Graph do what those do.
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from _ranks import start_as_torchrun
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+import graphzero as gz
 
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 pytest.importorskip("pytorch_lightning", reason="one of the loops is Lightning's")
@@ -25,6 +30,29 @@ def runs(rank: int, folder: Path) -> None:
     sys.path.insert(0, str(EXAMPLES))
     import trainer
     from transformers import BatchEncoding, default_data_collator
+
+    class Stream(IterableDataset):
+        def __init__(self, rows: list) -> None:
+            self.rows = rows
+
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            yield from self.rows
+
+    def run_uneven(name: str, kind: type, stream: bool, **more: object) -> None:
+        """Rows of many lengths, padded to the longest of a batch; the last batch is smaller."""
+        rows = [{key: x[: 4 + i % 13] for key, x in row.items()} for i, row in enumerate(trainer.windows(29, 16))]
+        told = (
+            {"max_steps": 3, "accelerator_config": {"dispatch_batches": False}} if stream else {"num_train_epochs": 1}
+        )
+        made = kind(trainer.make_model(16, 16), trainer.arguments(str(folder / name), **told),
+                    train_dataset=Stream(rows) if stream else rows, data_collator=to_longest, **more)  # fmt: skip
+        made.train()
+        if rank == 0:
+            (folder / f"{name}.json").write_text(json.dumps(made.state.log_history))
+
+    def padded(config: gz.GraphConfig) -> None:
+        config.enable_zero(stage=3)
+        trainer.pad_batches(config, 4, 20)
 
     def run(name: str, kind: type, checkpoint: Path | None = None, **more: object) -> None:
         told = {"save_strategy": "steps", "save_steps": 2, "max_steps": STEPS, "eval_strategy": "steps"}
@@ -45,10 +73,24 @@ def runs(rank: int, folder: Path) -> None:
 
     run("plain", trainer.Trainer)
     run("stage 3", trainer.GraphTrainer, **at(3))
+    for stream in (False, True):
+        run_uneven(f"uneven {stream}, plain", trainer.Trainer, stream)
+        run_uneven(f"uneven {stream}", trainer.GraphTrainer, stream, configure=padded)
     run("resumed", trainer.GraphTrainer, folder / "stage 3" / "checkpoint-2", **at(2))
     loops(rank, folder)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def to_longest(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def pad(x: Tensor, number: int) -> Tensor:
+        return torch.nn.functional.pad(x, (0, max(len(row["labels"]) for row in rows) - len(x)), value=number)
+
+    return {
+        "input_ids": torch.stack([pad(row["input_ids"], 0) for row in rows]),
+        "attention_mask": torch.stack([pad(torch.ones_like(row["input_ids"]), 0) for row in rows]),
+        "labels": torch.stack([pad(row["labels"], -100) for row in rows]),
+    }
 
 
 def loops(rank: int, folder: Path) -> None:
@@ -80,6 +122,10 @@ def test_a_trainer_of_graphs_is_the_trainer_on_two_ranks(tmp_path):
             assert plain[2] == max(plain[:2]) != plain[1]  # of the best model, which was loaded at the end
         for name in ("stage 3", "resumed"):
             assert found(tmp_path, name, key) == pytest.approx(plain, rel=1e-5), (name, key)
+    for stream, steps in ((False, 2), (True, 3)):
+        for key in ("loss", "grad_norm"):
+            plain = found(tmp_path, f"uneven {stream}, plain", key)
+            assert len(plain) == steps and found(tmp_path, f"uneven {stream}", key) == pytest.approx(plain, rel=1e-5)
     from transformers import LlamaForCausalLM
 
     weights = [

@@ -48,6 +48,7 @@ update:
   return z, 3, None, True, 'a; b'; grad_norm.0=y; update(n=n1)
 """
 
+
 HYBRID = """
 graph hybrid(dp=2, tp=2) captured
   x  = batch()      : f32[8, 4]  (S(0)!, B!)
@@ -71,6 +72,17 @@ def squeezed(text: str) -> list[str]:
 
 def facts(graph: StepGraph) -> list[object]:
     return [(n.name, n.op, n.target, str(n.args), str(n.kwargs), sorted(n.meta.items(), key=str)) for n in graph.nodes]
+
+
+def test_a_text_may_state_its_format_and_one_of_another_format_is_refused():
+    text = str(parse(SCALARS))
+    assert str(parse(f"# a report\n\nformat 1\n\n{text}")) == text
+    with pytest.raises(
+        ParseError, match=r"line 1 .*reads programs of format 1, and this one is of format 2; read it with"
+    ):
+        parse(f"format 2\n{text}")
+    with pytest.raises(ParseError, match="line 2 of the graph: expected `graph name"):
+        parse("format 1")
 
 
 @pytest.mark.parametrize("zero", STAGES)

@@ -24,6 +24,7 @@ from graphzero.ir import known_ops
 from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.pipeline_stages import stage_of
 from graphzero.ir.text.lexer import MOST_DIMS, LineReader, read_sbp
+from graphzero.ir.text.printer import FORMAT
 from graphzero.ir.value import DTYPE_NAMES, PHASES, PLACEHOLDER_KINDS, ScalarType, TensorType
 from graphzero.sbp.placement import Placement, placement
 
@@ -32,6 +33,7 @@ MOST_RANKS = 2**17  # of a placement that a text names
 MOST_AXES = 8
 _PLACES = f"a text places on up to {MOST_RANKS} ranks in up to {MOST_AXES} axes"
 MOST_BYTES = 2**50  # of one value
+_FORMAT = re.compile(r"format +([0-9]+)")
 _HEAD = re.compile(rf"({'|'.join(PHASES)})(?: x([1-9][0-9]{{0,5}}))?:")
 
 
@@ -44,11 +46,11 @@ def parse(text: str, place: Placement | None = None) -> StepGraph:
     """Read a printed graph.
 
     Args:
-        text: what ``str(graph)`` prints; spaces between columns are free.
+        text: what ``str(graph)`` prints; spaces between columns are free.  A line ``format 1`` may stand above it.
         place: the placement, with as many axes as the first line names, of these sizes; by default virtual CPU ranks.
 
     Raises:
-        ParseError: with the number of the line and what was expected.
+        ParseError: with the number of the line and what was expected; also for a text of another format.
     """
     if not isinstance(text, str):
         raise ParseError(f"parse reads the text of a graph, what str(graph) gives, not {text!r:.40}")
@@ -90,9 +92,24 @@ class _Parser:
     def _reader(self, text: str) -> LineReader:
         return LineReader(text, self.fail, self.values, self.result.placement.names)
 
-    # ---- the first line
+    # ---- the first lines
+
+    def _check_format(self) -> None:
+        """Go past a line ``format 1``.  Raises ParseError for another format."""
+        match = _FORMAT.fullmatch(self.lines[self.number].strip()) if self.number < len(self.lines) else None
+        if match is None:
+            return
+        if match[1] != str(FORMAT):
+            raise self.fail(
+                f"this graphzero reads programs of format {FORMAT}, and this one is of format {match[1]:.20}; read it "
+                "with the version that has printed it, or a newer one"
+            )
+        self.number += 1
+        while self.number < len(self.lines) and _is_blank(self.lines[self.number]):
+            self.number += 1
 
     def _header(self) -> tuple[str, Placement, str]:
+        self._check_format()
         line = self.lines[self.number].strip() if self.number < len(self.lines) else ""
         reader = LineReader(line, self.fail, {})
         expected = "expected `graph name(axis=ranks, ...) level`"

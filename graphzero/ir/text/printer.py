@@ -9,6 +9,9 @@ is under ``forward x3:`` and ``backward x3:`` runs three times, one after the ot
 where there are stages, once each.  Arguments are
 Python literals, names of values, dtypes (``torch.float32``) and sizes of this rank (``8/dp``, ``8@dp``).
 Source lines are not part of the text.
+
+The text has a format, ``FORMAT``, which a line above the first one may state: ``format 1``.  Format 1 is printed
+without that line; every later one must begin with it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from graphzero.ir.pipeline_stages import is_staged, stages_of
 from graphzero.ir.value import Role
 from graphzero.sbp.placement import Placement
 
+FORMAT = 1  # counted up when a text of before would mean something else, or an older parser would misread a new one
 NAMELESS = ("seed", "loss")  # roles of which a step has one
 
 
