@@ -27,6 +27,7 @@ from graphzero._compat.dispatch import (
 from graphzero._compat.distributed import (
     all_gather_single,
     break_gloo,
+    dump_nccl_trace,
     fake_store,
     gloo,
     job_store,
@@ -147,6 +148,7 @@ __all__ = [
     "below_autocast",
     "below_autograd",
     "break_gloo",
+    "dump_nccl_trace",
     "checks_given_to",
     "clear_workspaces",
     "compile_guards",

@@ -109,3 +109,9 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def dump_nccl_trace() -> bytes | None:
+    """What NCCL's flight recorder has, pickled; None where torch has no NCCL."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    return None if dump is None else bytes(dump())

@@ -99,11 +99,11 @@ def check_launches(pipeline: PipelineProgram) -> None:
             yield member, launch.number
 
     ends = ((message.source, message.target) for message in pipeline.messages)
-    peer_of: dict[Item, Item] = {
-        (end, i): (pair[1 - at], i) for i, pair in enumerate(ends) for at, end in enumerate(pair)
+    peers_of: dict[Item, tuple[Item]] = {
+        (end, i): ((pair[1 - at], i),) for i, pair in enumerate(ends) for at, end in enumerate(pair)
     }
     queue_of = {item: queue for queue, items in queues.items() for item in items}
-    stops = run_queues(queues, needs, peer_of)
+    stops = run_queues(queues, needs, peers_of)
     if stops:
         head, text = describe_circle(stops, queue_of.__getitem__, lambda item: _describe(pipeline, item))
         raise ScheduleError(f"the schedule {pipeline.schedule.name!r} does not end: {_describe(pipeline, head)} {text}")

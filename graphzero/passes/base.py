@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, is_dataclass
 from graphzero.errors import VerifyError
 from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.packed_graph import PackedGraph, PackedHistory
+from graphzero.ir.streams.launches import check_program_launches
 from graphzero.ir.text.printer import print_graph
 from graphzero.ir.verifier.stream_order import check_streams
 from graphzero.ir.verifier.verify import verify
@@ -156,7 +157,10 @@ class Pipeline:
             with phase(pass_name(pass_)):
                 graph, before = self._run_one(pass_, graph, before, packer)
         if self.verifies and self.history:
-            check_streams(graph, f"after pass {self.history[-1].name}: ")
+            where = f"after pass {self.history[-1].name}: "
+            check_streams(graph, where)
+            if graph.level == LEVELS[-1]:
+                check_program_launches(graph, where)
         return graph
 
     def _run_one(

@@ -77,7 +77,7 @@ def _find_deadlock(schedule: PipelineSchedule, grouping: str) -> ScheduleError |
     def needs(position: Position) -> Iterator[Position]:
         return map(makers.__getitem__, needed_values(_action_at(schedule, position)))
 
-    stops = run_queues(queues, needs, peer_of)
+    stops = run_queues(queues, needs, {item: (peer,) for item, peer in peer_of.items()})
     if not stops:
         return None
     error = circle_error(schedule, stops, queue_of.__getitem__)

@@ -20,12 +20,14 @@ class Stop(Generic[Item]):
 
 
 def run_queues(
-    queues: Mapping[Queue, Sequence[Item]], needs: Callable[[Item], Iterable[Item]], peer_of: Mapping[Item, Item]
+    queues: Mapping[Queue, Sequence[Item]],
+    needs: Callable[[Item], Iterable[Item]],
+    peers_of: Mapping[Item, Sequence[Item]],
 ) -> dict[Queue, Stop[Item]]:
     """Run each queue from its head on; returns where those stand still that do not run to their ends.
 
-    needs: the items that must have run before one.  peer_of: the item with which one runs, when both are heads.  What
-    can run still can when others have run, so the result does not depend on the order in which they do.
+    needs: the items that must have run before one.  peers_of: the items with which one runs, when all of them are
+    heads.  What can run still can when others have run, so the result does not depend on the order in which they do.
     """
     left = {queue: deque(items) for queue, items in queues.items()}
     queue_of = {item: queue for queue, items in queues.items() for item in items}
@@ -36,10 +38,11 @@ def run_queues(
         return next((needed for needed in needs(item) if needed not in done), None)
 
     def find_needed(head: Item) -> Item | None:
-        needed, peer = absent(head), peer_of.get(head)
-        if needed is not None or peer is None:
+        needed = absent(head)
+        if needed is not None:
             return needed
-        return None if left[queue_of[peer]][0] == peer and absent(peer) is None else peer
+        ready = (left[queue_of[peer]][0] == peer and absent(peer) is None for peer in peers_of.get(head, ()))
+        return next((peer for peer, is_ready in zip(peers_of.get(head, ()), ready, strict=True) if not is_ready), None)
 
     work = deque(left)
     while work:
@@ -50,12 +53,12 @@ def run_queues(
             if needed is not None:
                 waiting[needed].append(queue)
                 break
-            for item in (head, peer_of[head]) if head in peer_of else (head,):
+            for item in (head, *peers_of.get(head, ())):
                 done.add(item)
                 behind = left[queue_of[item]]
                 behind.popleft()
                 work.extend((queue_of[item], *waiting.pop(item, ())))
-                if behind and behind[0] in peer_of:
-                    work.append(queue_of[peer_of[behind[0]]])
+                if behind:
+                    work.extend(queue_of[peer] for peer in peers_of.get(behind[0], ()))
     heads = {queue: items[0] for queue, items in left.items() if items}
     return {queue: Stop(head, needed) for queue, head in heads.items() if (needed := find_needed(head)) is not None}

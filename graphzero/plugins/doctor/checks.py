@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from graphzero.errors import GraphZeroError
 from graphzero.graph import Graph
 from graphzero.inspect.compare import difference
+from graphzero.ir.streams.launches import list_rank_launches
+from graphzero.plugins.doctor.flight_recorder import compare_launches, last_record, list_recorded, read_recorder
 from graphzero.runtime.tensors.shards import piece
 from graphzero.runtime.world.accelerators import ACCELERATORS
 from graphzero.runtime.world.process import ProcessWorld
@@ -118,7 +120,9 @@ def _check_step(place: Placement, stage: int) -> str:
         (position,) = ProcessWorld(place).local_ranks
         own = [piece(x, nd, place.hierarchy, position) for x in batch]
     losses = graph(*own), other(*batch)
+    before = read_recorder()
     sent = Counter((one.kind, one.axis, one.nbytes) for one in trace_step(graph, *own))
+    after = read_recorder()
     other(*batch)
     states = [one.full_state_dict()["modules"]["model"] for one in (graph, other)]
     # All ranks have done all that they do together by now, so one that raises keeps nobody waiting.
@@ -128,9 +132,13 @@ def _check_step(place: Placement, stage: int) -> str:
         raise GraphZeroError(
             f"{one[0]} of {one[2]:,.0f} B along {one[1]} was sent {sent[one]} times, and planned {planned[one]} times"
         )
+    launched = ""
+    if before is not None and after is not None and last_record(after) >= 0:
+        planned_launches = list_rank_launches(graph.program, dist.get_rank())
+        launched = f"; {compare_launches(planned_launches, list_recorded(after, last_record(before)))}"
     _compare("the loss", *losses, place)
     seen, expected = (torch.cat([x.flatten() for x in state.values()]) for state in states)
-    return f"{_compare('parameters', seen, expected, place)}; {sum(sent.values())} collectives as planned"
+    return f"{_compare('parameters', seen, expected, place)}; {sum(sent.values())} collectives as planned{launched}"
 
 
 def _compare(what: str, seen: Tensor, expected: Tensor, place: Placement) -> str:
