@@ -40,8 +40,8 @@ def list_recorded(dump: Mapping[str, Any], behind: int = -1) -> list[Recorded]:
     for entry in sorted(dump["entries"], key=lambda entry: int(entry["record_id"])):
         kind = KINDS.get(entry["profiling_name"].partition(":")[2])
         if kind is not None and entry["record_id"] > behind:
-            sizes = (sum(map(prod, entry[key])) for key in ("input_sizes", "output_sizes"))
-            recorded.append((kind, ranks_of[entry["process_group"][0]], *sizes))
+            sent, received = (sum(map(prod, entry[key])) for key in ("input_sizes", "output_sizes"))
+            recorded.append((kind, ranks_of[entry["process_group"][0]], sent, received))
     return recorded
 
 
