@@ -96,6 +96,12 @@ _ASKED_BY = ("is_compiling", "is_dynamo_compiling")
 _ASKED_IN = ("torch._utils", "torch._dynamo.external_utils", "torch.compiler")
 
 
+def flex_attention_check() -> tuple[Any, str] | None:
+    """Where the function is by which ``flex_attention`` looks at its operands; None where nobody has imported it."""
+    module, name = sys.modules.get("torch.nn.attention.flex_attention"), "_validate_device"
+    return (module, name) if hasattr(module, name) else None
+
+
 @contextmanager
 def compiled_functions_inline() -> Iterator[None]:
     """Trace functions that ``torch.compile`` has wrapped as the plain functions.

@@ -32,7 +32,9 @@ from graphzero.errors import CaptureError
 from graphzero.ir.source_location import is_project, user_frame
 from graphzero.ops import CHECK
 
-CONSTANT = 1 << 16  # elements of a tensor of Python's numbers that is known while build is traced
+# Elements of a tensor of Python's numbers that is known while build is traced: the places of as many tokens, at which
+# models look to see whether documents begin among them.  Taken for unknown they cost a mask of all pairs of tokens.
+CONSTANT = 1 << 20
 _MOST = 1024  # numbers that one .tolist() may give
 
 _HINT = (

@@ -31,6 +31,7 @@ from graphzero.capture.problems import problem_here, withdraw_problem
 from graphzero.capture.trace.attention import attention
 from graphzero.capture.trace.captured_constants import CapturedConstants
 from graphzero.capture.trace.casts import ParameterCasts
+from graphzero.capture.trace.refusals import VARLEN_ATTENTION
 from graphzero.errors import CaptureError
 from graphzero.ir.aliases import UNMARKED, is_view
 from graphzero.ir.source_location import running_module, user_frame, user_frames
@@ -254,6 +255,8 @@ class OpMode(TorchDispatchMode):
         if _sized_by_values(func, args):
             name = "indexing by a boolean mask" if func is aten.index.Tensor else func._schema.name.split("::")[1]
             raise data_dependent_shape_problem(name, self.build)
+        if func.namespace == "torch_attn":
+            raise problem_here(*VARLEN_ATTENTION, self.build)
         if func in _PRODUCTS:
             self._check_product(func, args)
         if func.namespace in _COLLECTIVES:

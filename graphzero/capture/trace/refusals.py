@@ -30,6 +30,20 @@ _SCALER = (
     "build scales the loss by a GradScaler, whose unscaling and skipping of steps would stay outside of the graph",
     "leave the scaler out and call loss.backward(); bfloat16 under torch.autocast needs no scaling",
 )
+_MASK_HINT = (
+    "Call torch.nn.functional.scaled_dot_product_attention with a mask of truth values; of one that follows from the "
+    "inputs each rank makes the rows that it reads. For documents in one row it is documents[:, None, :, None] == "
+    "documents[:, None, None, :], and places[:, None] >= places beside that if it is causal. From their lengths as "
+    "cu_seqlens, documents are torch.bucketize(places, cu_seqlens[1:], right=True)"
+)
+FLEX_ATTENTION = (
+    "build calls flex_attention, whose mask is a function that no rule can cut, and which has no backward on the CPU",
+    _MASK_HINT,
+)
+VARLEN_ATTENTION = (
+    "build calls varlen_attn, which has no kernel for the CPU, and no rule that cuts its lengths",
+    _MASK_HINT,
+)
 _OTHER_STEP = (
     "build steps an optimizer that the Graph does not have",
     "give it to the Graph, which steps it after backward(): self.add_optimizer(optimizer); or step it between calls",
@@ -63,6 +77,9 @@ def forbidding_calls(build: CodeType | None) -> Iterator[None]:
         enter(patched(record_function, "__exit__", lambda self, *error: None))
         enter(patched(logging, "raiseExceptions", False))  # what a log record asks of a tensor is said by our error
         enter(_compat.compiled_functions_inline())
+        flex = _compat.flex_attention_check()
+        if flex is not None:
+            enter(patched(*flex, refuse(*FLEX_ATTENTION)))
         yield
 
 
