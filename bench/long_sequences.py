@@ -1,6 +1,6 @@
 """Llama 3 with 8 billion parameters and sequences of 131,072 tokens on 64 ranks: memory and traffic of a rank, planned.
 
-    python bench/long_sequences.py                             # all rows of the table of docs/sequences.md: 25 minutes
+    python bench/long_sequences.py                             # both placements, ways and all stages of ZeRO
     python bench/long_sequences.py --cp 8 --zero 3             # some of them
     python bench/long_sequences.py --layers 2 --length 8192    # of a smaller model
 

@@ -228,14 +228,14 @@ def test_the_places_of_a_long_sequence_are_known_while_a_step_is_traced() -> Non
     """transformers looks whether they begin again; taken for unknown it made a mask of all pairs of 131,072 tokens."""
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1])[None]
+        places = torch.arange(x.shape[1])[None].expand(x.shape[0], -1)
         documents = (torch.diff(places, prepend=places[:, :1] - 1) != 1).cumsum(-1)
         if (documents[:, -1] == 0).all():
             return x.sum()
         return (documents[:, :, None] == documents[:, None, :]).sum()
 
-    graph = TrainGraph(nn.Linear(2, 2), loss, placement=placed(cp=4)).compile(torch.empty(1, 2**17, device="meta"))
-    assert max(value.tensor_type(node).numel for node in graph.program.nodes if value.is_tensor(node)) == 2**17
+    graph = TrainGraph(nn.Linear(2, 2), loss, placement=placed(cp=4)).compile(torch.empty(8, 2**17, device="meta"))
+    assert max(value.tensor_type(node).numel for node in graph.program.nodes if value.is_tensor(node)) <= 2**20 + 8
 
 
 def published(kind: str) -> nn.Module:

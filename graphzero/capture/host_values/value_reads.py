@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -32,9 +32,10 @@ from graphzero.errors import CaptureError
 from graphzero.ir.source_location import is_project, user_frame
 from graphzero.ops import CHECK
 
-# Elements of a tensor of Python's numbers that is known while build is traced: the places of as many tokens, at which
-# models look to see whether documents begin among them.  Taken for unknown they cost a mask of all pairs of tokens.
-CONSTANT = 1 << 20
+CONSTANT = 1 << 16  # elements of a tensor of Python's numbers that is known while build is traced
+# The same of a batch of places of tokens, of at most so many rows: models look whether documents begin among them, and
+# make a mask of all pairs of tokens where that is not known.
+PLACES, ROWS = 1 << 25, 1 << 10
 _MOST = 1024  # numbers that one .tolist() may give
 
 _HINT = (
@@ -61,13 +62,19 @@ _AS_NUMPY: Any = (Tensor.numpy, Tensor.__array__)
 _REGION = "Return the condition from the region as a value, P(max) or P(min) of the ranks, and check it outside"
 
 
-def _size(tensors: list[Any]) -> int:
-    """Largest number of elements that an op makes of these tensors."""
+def _is_small(shape: Sequence[int]) -> bool:
+    """Return whether a tensor of Python's numbers is known."""
+    count, second = math.prod(shape), sorted(shape)[-2:-1]
+    return bool(count <= CONSTANT or (count <= PLACES and all(rows <= ROWS for rows in second)))
+
+
+def _makes_small(tensors: list[Any]) -> bool:
+    """Return whether what an op makes of these tensors is known."""
     try:
         shape: Any = torch.broadcast_shapes(*(x.shape for x in tensors))
-        return math.prod(shape)
+        return _is_small(shape)
     except RuntimeError:
-        return math.prod(x.numel() for x in tensors)
+        return bool(math.prod(x.numel() for x in tensors) <= CONSTANT)
 
 
 def _filled(message: str, variables: Mapping[str, Any]) -> str:
@@ -205,7 +212,7 @@ class ValueReads:
 
     def know(self, tensor: Any, func: Any, args: Any, kwargs: Any) -> None:
         """``func`` has made a tensor of numbers: keep them."""
-        if isinstance(tensor, _compat.FakeTensor) and tensor.numel() <= CONSTANT:
+        if isinstance(tensor, _compat.FakeTensor) and _is_small(tensor.shape):
             flat = pytree.arg_tree_leaves(*args, **kwargs)
             if not any(isinstance(x, (torch.SymFloat, torch.SymInt)) for x in flat):
                 with _compat.no_modes():
@@ -214,7 +221,7 @@ class ValueReads:
     def bounded(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``func`` of its arguments; of known values nothing is computed that is too large to be known itself."""
         known = [x for x in args if isinstance(x, _compat.FakeTensor) and _compat.constant_of(x) is not None]
-        if len(known) < 2 or _size(known) <= CONSTANT:
+        if len(known) < 2 or _makes_small(known):
             return func(*args, **kwargs)
         with _compat.unknown(known):
             return func(*args, **kwargs)

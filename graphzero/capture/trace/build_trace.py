@@ -25,7 +25,7 @@ from graphzero.capture.guards.guarded_values import ObjectIdentity
 from graphzero.capture.guards.tensor_attributes import forward_tensor_attributes, warn_of_new_attributes
 from graphzero.capture.host_values.floats import FloatInput, holds_nan, math_of_inputs, symbols_of
 from graphzero.capture.host_values.number import HostNumber
-from graphzero.capture.host_values.value_reads import CONSTANT, ValueReads, read_problem
+from graphzero.capture.host_values.value_reads import PLACES, ValueReads, read_problem
 from graphzero.capture.objects import pytrees as tree
 from graphzero.capture.objects.side_effects import restoring_side_effects
 from graphzero.capture.problems import first_line, problem, raising_recorded_problems
@@ -201,7 +201,7 @@ class BuildTrace:
             with (
                 self.gradients.watching(named_params),
                 _compat.autograd_under(user_code),
-                _compat.small_constants(CONSTANT),
+                _compat.small_constants(PLACES),
                 torch.enable_grad(),
                 forbidding_calls(self.code),
                 math_of_inputs() if user_code.has_floats else nullcontext(),
