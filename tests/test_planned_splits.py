@@ -100,7 +100,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         "v_head_dim": 8}, ("ep", "tp")),
     "gpt-oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 8, "sliding_window": 8,
                                  "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, ("ep",)),
+    "Mixtral": ("MixtralConfig", {"num_local_experts": 4, "head_dim": 8, "router_jitter_noise": 0.0}, ("ep", "tp")),
 }  # fmt: skip
+
+
+def model_of(name: str, **more: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    kind, sizes, _ = MODELS[name]
+    config = getattr(transformers, kind)(**SIZES, **(sizes | more))
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(
+        config, experts_implementation="grouped_mm", attn_implementation="eager"
+    )
 
 
 @pytest.mark.slow
@@ -108,13 +119,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_mixtures_of_transformers_equal_plain_pytorch(name: str) -> None:
     """Losses, balance losses in them, gradients and a step of AdamW, in float64 on the whole batch."""
-    transformers = pytest.importorskip("transformers")
-    kind, more, axes = MODELS[name]
-    config = getattr(transformers, kind)(**SIZES, **more)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, experts_implementation="grouped_mm", attn_implementation="eager"
-    )
+    model, axes = model_of(name), MODELS[name][2]
     place = gz.placement("cpu", [[0, 1], [2, 3]] if len(axes) == 2 else [0, 1], names=axes, virtual=True)
     gz.to_global(model, place, sbp="auto")
     graph = TrainGraph(model, loss_of, torch.optim.AdamW(model.parameters()), placement=place)
@@ -123,3 +128,15 @@ def test_mixtures_of_transformers_equal_plain_pytorch(name: str) -> None:
     assert report, str(report)
     gathers = [c for c in graph.plan.collectives if c.kind == "all_gather" and c.axis == "ep" and c.bytes > 4096]
     assert not gathers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count"), zip(MODELS, (2, 4, 2, 4), strict=True))
+def test_mixtures_of_transformers_in_micro_batches_equal_plain_pytorch(name: str, count: int) -> None:
+    """Each micro-batch of each data rank sorts its own tokens; a balance loss would be that of a micro-batch."""
+    model = model_of(name, output_router_logits=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    graph = TrainGraph(model, loss_of, optimizer, micro_batches=count, stage=2)
+    report = gz.check(graph, torch.randint(0, 32, (8, 8)), dtype=torch.float64, rtol=1e-9)
+    assert report, str(report)
+    assert all(c.what_for in ("parameters", "gradients") or c.bytes < 64 for c in graph.plan.collectives)

@@ -32,6 +32,7 @@ from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
 from graphzero.passes.place.split_attention import SplitAttention
 from graphzero.passes.place.split_experts import SplitExperts
+from graphzero.passes.place.split_routing import SplitRouting
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
@@ -77,6 +78,7 @@ __all__ = [
     "Slots",
     "SplitAttention",
     "SplitExperts",
+    "SplitRouting",
     "OptimizerInBackward",
     "Zero",
     "default_passes",

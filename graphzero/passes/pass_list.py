@@ -37,6 +37,7 @@ from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
 from graphzero.passes.place.split_attention import AUTO_WAY, SplitAttention
 from graphzero.passes.place.split_experts import SplitExperts
+from graphzero.passes.place.split_routing import SplitRouting
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
@@ -150,6 +151,7 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(AssignStages, "captured", lambda options: bool(options.pipeline_stages)),
     PassEntry(SplitAttention, "captured"),
     PassEntry(PadTargets, "captured"),
+    PassEntry(SplitRouting, "captured"),
     PassEntry(SplitExperts, "captured"),
     PassEntry(Expand, "captured"),
     PassEntry(Propagate, "captured"),

@@ -24,6 +24,7 @@ from torch import fx
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ops import AS_GLOBAL, AS_LOCAL, FREE, SAME
 from graphzero.sbp.types import B, Sbp
 
 aten = torch.ops.aten
@@ -40,11 +41,13 @@ class LoopPartition:
     estimated: those that micro-batches read and that cannot be hoisted: each has the value of its micro-batch.
     epilogue: values that depend on a result of all micro-batches.
     varying: values that are B on ``mb`` but of one micro-batch, since they depend on estimated ones.
+    local: those of per-rank code on ``mb``, B as well, which have the sizes of one micro-batch already.
     """
 
     def __init__(self, graph: StepGraph, axis: int) -> None:
         self.axis, self.hierarchy = axis, graph.placement.hierarchy
         self.nodes = [node for node in graph.nodes if node.op != "output"]
+        self.local = _per_rank_values(self.nodes, axis)
         self.completed = {node for node in self.nodes if self._completes(node)}
         self.hoisted = self.completed & self._depend_on_none_of(graph.placeholders("param", "buffer", "state"))
         self.estimated: set[fx.Node] = set()
@@ -86,8 +89,8 @@ class LoopPartition:
         return mine, tuple(sbp if cuts(sbp) else B for sbp in outside)
 
     def is_per_micro_batch(self, node: fx.Node) -> bool:
-        """Return whether each micro-batch has a piece of the value, or a part of a sum."""
-        return any(not sbp.is_broadcast for sbp in self.sbps(node))
+        """Return whether each micro-batch has a piece of the value, a part of a sum, or a value of its own."""
+        return node in self.local or any(not sbp.is_broadcast for sbp in self.sbps(node))
 
     def is_in_body(self, node: fx.Node) -> bool:
         """Return whether each micro-batch computes the value. False where only the update computes it, from states
@@ -155,6 +158,17 @@ class LoopPartition:
         if node in self.estimated:
             return True
         return node.target not in SHAPED and any(operand in self.varying for operand in node.all_input_nodes)
+
+
+def _per_rank_values(nodes: Iterable[fx.Node], axis: int) -> set[fx.Node]:
+    """Values of per-rank code on an axis that depend on what is split or partial on it."""
+    values: set[fx.Node] = set()
+    for node in nodes:
+        word = str(node.args[1][axis]) if node.target in (AS_LOCAL, AS_GLOBAL) else FREE  # type: ignore[index]
+        enters = node.target is AS_LOCAL and word[0] in "SP"
+        if enters or (word in (FREE, SAME) and not values.isdisjoint(node.all_input_nodes)):
+            values.add(node)
+    return values
 
 
 def _module(buffer: fx.Node) -> str:

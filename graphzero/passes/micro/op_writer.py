@@ -11,7 +11,7 @@ from graphzero.ir import calls, ops, value
 from graphzero.ir.aliases import is_name, is_whole_view
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
-from graphzero.ops import AS_GLOBAL, AS_LOCAL, UNIFORM_LIKE
+from graphzero.ops import AS_GLOBAL, AS_LOCAL, FREE, UNIFORM_LIKE
 from graphzero.passes.micro.loop_partition import SHAPED, LoopPartition
 from graphzero.passes.micro.micro_batch_errors import MicroBatchErrors
 from graphzero.passes.micro.micro_batch_types import BODY, LAST, PROLOGUE, MicroBatchTypes
@@ -48,8 +48,11 @@ class OpWriter:
         name = f"{node.name}_{MICRO_BATCHES}" if part == BODY else node.name
         target: Any = node.target
         if target in (AS_LOCAL, AS_GLOBAL):
-            x, said, *rest = args
-            args = (x, [*said[: self.types.axis], *said[self.types.axis + 1 :]], *rest)
+            x, said, _ = args
+            said = [*said[: self.types.axis], *said[self.types.axis + 1 :]]
+            if node.args[1][self.types.axis] != FREE and all(word == FREE for word in said):  # type: ignore[index]
+                return x  # type: ignore[no-any-return]  # one micro-batch is all that the code sees
+            args = (x, said, list(self.types.meta(node, part)["type"].shape))
         elif part in (BODY, LAST) and calls.is_op(node):
             args, kwargs = self._resize_args(node, args, kwargs)
         if part in (BODY, LAST) and target in DIVISIONS and not isinstance(args[1], fx.Node):

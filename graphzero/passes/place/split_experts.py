@@ -11,7 +11,7 @@ from torch import fx
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ops import GROUPED_MM
+from graphzero.ops import AS_LOCAL, FREE, GROUPED_MM
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.place.expert_region import ExpertRegion
 from graphzero.passes.place.forward_sweep import AxisPropagation, swept
@@ -91,27 +91,32 @@ class SplitExperts(BuiltinPass):
 
 
 def _use_in_place(graph: StepGraph) -> None:
-    """Pin uses of weights that a data axis splits evenly by expert to that split, if only products of groups read them.
-
-    The sort of tokens by expert gathers the tokens of all data ranks anyway.
-    """
+    """Pin uses of weights that a data axis splits by expert to that split, where tokens are gathered on it."""
     for use in graph.graph.find_nodes(op="call_function", target=ops.use):
-        shape, param = value.tensor_type(use).shape, value.operand(use)
-        while param.op != "placeholder":
-            param = value.operand(param)
-        if len(shape) != 3 or not all(_multiplies_groups(*read) for read in _readers(use)):
-            continue
-        for name, ranks, sbp in zip(graph.placement.names, graph.placement.hierarchy, value.nd_of(param), strict=True):
-            if sbp is S(0) and name in graph.placement.batch_axes and shape[0] % ranks == 0:
-                graph.pin(use, name, sbp)
+        for axis, name in enumerate(graph.placement.names):
+            if may_be_used_in_place(graph, use, axis):
+                graph.pin(use, name, S(0))
 
 
-def _readers(x: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(reader, what it reads) of a stack of matrices, looked up behind casts and turns of the matrices."""
+def may_be_used_in_place(graph: StepGraph, use: fx.Node, axis: int) -> bool:
+    """Return whether a data axis splits weights evenly by expert, and only products of groups read this use of them."""
+    shape, param = value.tensor_type(use).shape, value.operand(use)
+    while param.op != "placeholder":
+        param = value.operand(param)
+    is_split = value.nd_of(param)[axis] is S(0) and graph.placement.names[axis] in graph.placement.batch_axes
+    if not is_split or len(shape) != 3 or shape[0] % graph.placement.hierarchy[axis]:
+        return False
+    return all(_multiplies_groups(*read) for read in _readers(use, axis))
+
+
+def _readers(x: fx.Node, axis: int) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(reader, what it reads) of a stack of matrices, looked up behind casts and turns of the matrices, and ends of
+    per-rank code on other axes."""
     for user in x.users:
         turns = user.target is aten.transpose.int and {d % 3 for d in user.args[1:]} == {1, 2}  # type: ignore[operator]
-        if turns or user.target is aten._to_copy.default:
-            yield from _readers(user)
+        is_free = user.target is AS_LOCAL and user.args[1][axis] == FREE  # type: ignore[index]
+        if turns or is_free or user.target is aten._to_copy.default:
+            yield from _readers(user, axis)
         else:
             yield user, x
 
