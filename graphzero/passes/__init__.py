@@ -14,6 +14,8 @@ from graphzero.passes.base import BuiltinPass, Group, Pass, Pipeline, Record, pa
 from graphzero.passes.boxing.insert_boxing import InsertBoxing
 from graphzero.passes.boxing.localize import Localize
 from graphzero.passes.boxing.lower_boxing import LowerBoxing
+from graphzero.passes.experts.split_experts import SplitExperts
+from graphzero.passes.experts.split_routing import SplitRouting
 from graphzero.passes.fuse.fuse_adam import FuseAdam
 from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
 from graphzero.passes.fuse.fuse_pieces import FusePieces
@@ -31,8 +33,6 @@ from graphzero.passes.place.pad_targets import PadTargets
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
 from graphzero.passes.place.split_attention import SplitAttention
-from graphzero.passes.place.split_experts import SplitExperts
-from graphzero.passes.place.split_routing import SplitRouting
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket

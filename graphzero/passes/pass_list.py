@@ -17,6 +17,8 @@ from graphzero.passes.base import Group, Pass, pass_name, snake_case
 from graphzero.passes.boxing.insert_boxing import InsertBoxing
 from graphzero.passes.boxing.localize import Localize
 from graphzero.passes.boxing.lower_boxing import LowerBoxing
+from graphzero.passes.experts.split_experts import SplitExperts
+from graphzero.passes.experts.split_routing import SplitRouting
 from graphzero.passes.fuse.fuse_accumulate import FuseAccumulate
 from graphzero.passes.fuse.fuse_adam import FuseAdam
 from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
@@ -36,8 +38,6 @@ from graphzero.passes.place.pad_targets import PadTargets
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
 from graphzero.passes.place.split_attention import AUTO_WAY, SplitAttention
-from graphzero.passes.place.split_experts import SplitExperts
-from graphzero.passes.place.split_routing import SplitRouting
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket

@@ -24,21 +24,22 @@ from torch import fx
 from graphzero.ir import calls, value
 from graphzero.ir.aliases import is_copy, is_name
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, GROUPED_MM, STOCHASTIC_ROUND, UNIFORM_LIKE
-from graphzero.passes.place.routing_ops import (
+from graphzero.passes.experts.routing_ops import (
     COUNTED,
     FILLS,
     LIKE,
     SORTS,
-    ZEROS,
     argument_of,
     counted_root,
+    entry_sbp,
+    finds_rows_by_number,
     is_choice,
+    may_enter,
     numbers_rows,
     row_read,
     row_write,
     sorts_upward,
 )  # fmt: skip
-from graphzero.sbp import rank_call
 from graphzero.sbp.op_call import argument_names
 from graphzero.sbp.types import B, P, S, Sbp
 
@@ -104,9 +105,8 @@ class SortedRows:
                 return
 
     def _concerns(self, node: fx.Node) -> bool:
-        if node is self.sort or (
-            node.target is aten.histc.default and counted_root(value.operand(node)) is counted_root(self.keys)
-        ):
+        """Return whether an op is the sort, depends on it row by row, or counts what it sorts."""
+        if node is self.sort or self._count_rows(node) is not None:
             return True
         if any(x in self.ops and value.is_multi(x) or self._is_inner(x) for x in node.all_input_nodes):
             return True
@@ -142,8 +142,8 @@ class SortedRows:
         return node.target in FILLS and "size" in argument_names(node.target) and value.operand(node) in self.facts
 
     def _rules(self) -> Iterator[Any]:
-        yield from (self._sort_rows, self._count_rows, self._find_ends, self._divide_numbers, self._read_rows, self._put_rows, self._multiply_groups)
-        yield from (self._copy_order, self._fill_rows, self._row_by_row)
+        yield from (self._sort_rows, self._count_rows, self._find_ends, self._divide_numbers, self._read_rows)
+        yield from (self._put_rows, self._multiply_groups, self._copy_order, self._fill_rows, self._row_by_row)
 
     # ---- ops that read or make the order
 
@@ -257,20 +257,20 @@ class SortedRows:
         if not calls.is_op(node) or node.target in NEVER:
             return None
         operands, results = value.tensor_operands(node), calls.result_metas(node)
-        if not all(x not in self.facts or self._is_sorted(x) or not self._is_inner(x) for x in operands):
+        if not all(self._is_sorted(x) for x in operands if self._is_inner(x)):
             return None
         own = [self.facts[x].sbp if self._is_inner(x) else None for x in operands]
         for signature in calls.allowed_on(node, None):
             pairs = list(zip(operands, own, signature.inputs, strict=True))
-            fits = all(want is have if have else _may_enter(x, want) for x, have, want in pairs)
-            made = [(meta, sbp) for meta, sbp in zip((m for m in results if m), signature.outputs, strict=True)]
-            if not fits or not all(sbp.is_partial or self._are_rows(meta.shape, sbp) for meta, sbp in made):
-                continue
-            if _finds_rows_by_number(node, signature.inputs, signature.outputs):
-                continue
-            remaining = iter(signature.outputs)
-            facts = tuple(None if meta is None else self._fact_of(next(remaining)) for meta in results)
-            return RowOp(facts, {x: _entry(x, want) for x, have, want in pairs if have is None})
+            fits = all(want is have if have else may_enter(x, want) for x, have, want in pairs)
+            outputs = list(zip((meta for meta in results if meta), signature.outputs, strict=True))
+            adds_or_rows = all(sbp.is_partial or self._are_rows(meta.shape, sbp) for meta, sbp in outputs)
+            enters = {(x, entry_sbp(x, want)) for x, have, want in pairs if have is None}
+            is_one_each = len(dict(enters)) == len(enters)
+            if fits and adds_or_rows and is_one_each and not finds_rows_by_number(node, signature):
+                remaining = iter(signature.outputs)
+                facts = tuple(None if meta is None else self._fact_of(next(remaining)) for meta in results)
+                return RowOp(facts, dict(enters))
         return None
 
     # ---- what values are
@@ -290,26 +290,3 @@ class SortedRows:
 
     def _fact_of(self, sbp: Sbp) -> Fact:
         return Fact(RowKind.SORTED if sbp.is_split else RowKind.SUM, sbp)
-
-
-def _may_enter(x: fx.Node, want: Sbp) -> bool:
-    """Return whether a value from outside can be had so, in whatever order the rows are."""
-    return want is B or want is P or (want.is_split and x.target in FILLS)
-
-
-def _entry(x: fx.Node, want: Sbp) -> Sbp:
-    """The SBP in which a rank has an operand; zeros are summands of zeros as they are."""
-    return B if want is P and x.target in ZEROS else want
-
-
-def _finds_rows_by_number(node: fx.Node, inputs: Sequence[Sbp], outputs: Sequence[Sbp]) -> bool:
-    """Return whether an op on a part of the rows has to know where the part begins."""
-    metas = [meta for meta in calls.result_metas(node) if meta is not None]
-    ins = [(value.tensor_type(x).shape, (sbp,)) for x, sbp in zip(value.tensor_operands(node), inputs, strict=True)]
-    outs = [(meta.shape, (sbp,)) for meta, sbp in zip(metas, outputs, strict=True)]
-
-    def starts(shape: Sequence[int], nd: Sequence[Sbp]) -> list[int | None]:
-        return [size if nd[0].is_split and nd[0].dim == dim else None for dim, size in enumerate(shape)]
-
-    form = rank_call.offset_form(node.target, node.args, node.kwargs, ins, outs, starts)  # type: ignore[arg-type]
-    return form != (node.target, dict(node.kwargs))

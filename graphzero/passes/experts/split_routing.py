@@ -16,11 +16,11 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, FREE, GROUPED_MM
 from graphzero.passes.base import BuiltinPass
+from graphzero.passes.experts.routing_ops import SORTS
+from graphzero.passes.experts.sorted_rows import Fact, RowOp, SortedRows
+from graphzero.passes.experts.split_experts import may_be_used_in_place
 from graphzero.passes.place.expand import DefinitionWriter
 from graphzero.passes.place.forward_sweep import AxisPropagation, swept
-from graphzero.passes.place.routing_ops import SORTS
-from graphzero.passes.place.sorted_rows import Fact, RowOp, SortedRows
-from graphzero.passes.place.split_experts import may_be_used_in_place
 from graphzero.sbp import rank_call
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.types import Nd, S, Sbp
@@ -45,23 +45,23 @@ class SplitRouting(BuiltinPass):
         split_routing
 
         graph experts(dp=2) captured
-          x    = batch()                               : f32[6, 4]     S(0)!
-          r    = batch()                               : f32[6, 3]     S(0)!
-          w    = param()                               : f32[3, 4, 4]  B!
+          x    = batch()                             : f32[6, 4]         S(0)!
+          r    = batch()                             : f32[6, 3]         S(0)!
+          w    = param()                             : f32[3, 4, 4]      B!
         forward:
-          u    = use(w)                                : f32[3, 4, 4]  B!
-          k    = argmax(r, 1)                          : i64[6]
-          s    = sort.default(k)                       : (i64[6], i64[6])
-          keys = s[0]                                  : i64[6]
-          o    = s[1]                                  : i64[6]
-          f    = _to_copy(keys, dtype=torch.float32)   : f32[6]
-          n    = histc(f, 3, 0, 2)                     : f32[3]
-          ends = cumsum(n, 0, dtype=torch.int32)       : i32[3]
-          rows = index(x, [o])                         : f32[6, 4]
-          y    = grouped_mm(rows, u, ends)             : f32[6, 4]
-          z    = relu(y)                               : f32[6, 4]
-          zero = zeros([6, 4])                         : f32[6, 4]
-          back = index_put(zero, [o], z, True)         : f32[6, 4]
+          u    = use(w)                              : f32[3, 4, 4]      B!
+          k    = argmax(r, 1)                        : i64[6]
+          s    = sort.default(k)                     : (i64[6], i64[6])
+          keys = s[0]                                : i64[6]
+          o    = s[1]                                : i64[6]
+          f    = _to_copy(keys, dtype=torch.float32) : f32[6]
+          n    = histc(f, 3, 0, 2)                   : f32[3]
+          ends = cumsum(n, 0, dtype=torch.int32)     : i32[3]
+          rows = index(x, [o])                       : f32[6, 4]
+          y    = grouped_mm(rows, u, ends)           : f32[6, 4]
+          z    = relu(y)                             : f32[6, 4]
+          zero = zeros([6, 4])                       : f32[6, 4]
+          back = index_put(zero, [o], z, True)       : f32[6, 4]
           return back
         ->
         graph experts(dp=2) captured

@@ -1,8 +1,9 @@
-"""Ops of a mixture's routing, read from a graph: sorts, constants, and reads and writes of rows by number."""
+"""Ops of a mixture's routing, read from a graph: sorts, constants, reads and writes of rows by number, and operands."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,10 @@ from torch import fx
 
 from graphzero.ir import calls, value
 from graphzero.ir.aliases import is_copy, is_name, is_plain_view, is_reshape
+from graphzero.sbp import rank_call
 from graphzero.sbp.op_call import argument_names
+from graphzero.sbp.signature import Signature
+from graphzero.sbp.types import B, P, Sbp
 
 aten = torch.ops.aten
 SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
@@ -77,3 +81,29 @@ def row_write(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, bool] | None:
 def numbers_rows(x: fx.Node, rows: int) -> bool:
     """Return whether a value is 0, 1, 2, ... up to the number of rows."""
     return x.target is aten.arange.default and bool(x.args == (rows,))
+
+
+def may_enter(x: fx.Node, want: Sbp) -> bool:
+    """Return whether a value from outside can be had so, in whatever order the rows are."""
+    return want is B or want is P or (want.is_split and x.target in FILLS)
+
+
+def entry_sbp(x: fx.Node, want: Sbp) -> Sbp:
+    """The SBP in which a rank has an operand; zeros are summands of zeros as they are."""
+    return B if want is P and x.target in ZEROS else want
+
+
+def finds_rows_by_number(node: fx.Node, signature: Signature) -> bool:
+    """Return whether an op on a part of the rows has to know where the part begins."""
+    metas = [meta for meta in calls.result_metas(node) if meta is not None]
+    ins = [
+        (value.tensor_type(x).shape, (sbp,))
+        for x, sbp in zip(value.tensor_operands(node), signature.inputs, strict=True)
+    ]
+    outs = [(meta.shape, (sbp,)) for meta, sbp in zip(metas, signature.outputs, strict=True)]
+
+    def starts(shape: Sequence[int], nd: Sequence[Sbp]) -> list[int | None]:
+        return [size if nd[0].is_split and nd[0].dim == dim else None for dim, size in enumerate(shape)]
+
+    form = rank_call.offset_form(node.target, node.args, node.kwargs, ins, outs, starts)  # type: ignore[arg-type]
+    return form != (node.target, dict(node.kwargs))
