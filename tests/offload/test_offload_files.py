@@ -14,7 +14,11 @@ def trained(offload, stage, ranks, folder=None):
     return graph
 
 
-CASES = [((True, 2, 3), (False, 3, 2)), ((False, 1, 2), (True, 2, 4)), ((True, 3, 2), (True, 1, 3))]
+CASES = [  # offload, stage and ranks of the one that saves, and of the one that loads
+    ((True, 2, 3), (False, 3, 2)),
+    ((False, 1, 2), (True, 2, 4)),
+    pytest.param((True, 3, 2), (True, 1, 3), marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("one, other", CASES)

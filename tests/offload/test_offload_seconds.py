@@ -1,8 +1,11 @@
 """Copies between a GPU and host memory run beside compute, one stream for each direction, by the device's link."""
 
+from pathlib import Path
+
 import pytest
 
 import graphzero as gz
+from graphzero.cli import main
 from graphzero.ir.storage.liveness import liveness
 from graphzero.plan.device import Device
 from graphzero.plan.seconds import work_of
@@ -58,3 +61,29 @@ def test_a_cpu_copies_in_its_own_memory_where_the_copy_begins():
     ]  # fmt: skip
     at = liveness(PROGRAM)
     assert [work_of(at, node) for node in at.nodes if "wait" in str(node.target)] == [None, None]
+
+
+FACTORY = """
+import torch
+from offload_toys import OffloadGraph
+
+def make(placement, stage):
+    graph = OffloadGraph(stage=stage, where=placement)
+    graph.config.enable_offload()
+    return graph, (torch.zeros(4, 12), torch.zeros(4, 5))
+"""
+
+
+def test_the_command_plan_counts_what_is_on_the_host_and_what_the_step_waits_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    file = tmp_path / "factory.py"
+    file.write_text(FACTORY)
+    assert main(["plan", f"{file}:make", "--ranks", "4", "--stage", "1", "--device", "h100", "--jobs", "1"]) == 0
+    rows = {
+        line[: line.rindex("  ")].strip(): line.split("  ")[-1].strip()
+        for line in capsys.readouterr().out.splitlines()
+        if "  " in line.strip()
+    }
+    nbytes = rows["beside it, in host memory"]
+    assert rows["from host memory to the device"] == rows["and back"] == nbytes and nbytes.endswith(" B")
+    assert "of them not hidden behind compute" in rows and rows["copies to and from host memory"].endswith("us")

@@ -40,6 +40,7 @@ def test_every_optimizer_has_the_same_bits(optimizer):
     assert states and graph.plan.memory.host_resident > 0 and graph.plan.memory["optimizer_states"] <= 8
 
 
+@pytest.mark.slow
 def test_an_update_within_backward_has_the_same_bits():
     def graph():
         graph = OffloadGraph(stage=1)

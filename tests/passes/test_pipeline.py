@@ -48,7 +48,7 @@ update:
 
 
 PARTS = ("count_targets", "micro_batches", "tile_rows", "fuse_accumulate")  # which only parts of a batch need
-MOVED = ("delay_gradients", "optimizer_in_backward")
+MOVED = ("delay_gradients", "optimizer_in_backward", "offload_states")
 FUSE = tuple(map(pass_name, Fuse().passes))
 
 
