@@ -23,6 +23,7 @@ from graphzero.ir.storage.arena import Arena
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.printer import print_line
 from graphzero.ir.transfer_layout import shape_on
+from graphzero.ir.verifier.stream_order import check_streams
 from graphzero.ir.verifier.verify import examine
 from graphzero.runtime.execute.operand_checks import guarded
 from graphzero.runtime.execute.program import Program, compile_graph
@@ -109,6 +110,7 @@ class Executor:
         calls = compiler(world) if compiler is not None else None
         if calls is not None:
             graph = join(graph)
+            check_streams(graph)
         self.graph, self.world, self.placement, self.checking = graph, world, world.placement, checking
         self.program: Program = compile_graph(graph, world, calls, arena, checking)
         self.slots: dict[int, list[Tensor]] = {}
