@@ -30,7 +30,7 @@ RANKS, LAYERS, LENGTH = 64, 32, 131072
 WAYS = ("exchange", "gather")
 HELD = {  # at the peak, by the categories of a plan
     "states": ("parameters", "optimizer_states", "buffers"), "16-bit parameters": ("compute_parameters",),
-    "gradients": ("gradients", "accumulators"), "activations": ("activations",), "temporaries": ("temporaries",),
+    "gradients": ("gradients", "accumulators"), "activations": ("activations", "temporaries", "arena"),
     "communication": ("communication",),
 }  # fmt: skip
 HEAD = ["ranks", "attention", "ZeRO", *HELD, "peak", "attention sends", "parameters send", "gradients send", "seconds"]

@@ -13,7 +13,7 @@ LONGEST = (
     "test_cut_network.py", "test_programs.py", "test_costs.py", "test_placing.py", "test_tensor_parallel.py",
     "test_user_models.py", "test_split_sequences.py", "test_opt.py", "test_memory_budget.py", "test_check.py",
     "test_in_place.py", "test_graph_nd.py", "test_region.py", "test_devices.py", "test_bad_sbp.py", "test_kin.py",
-    "test_set_shapes.py",
+    "test_set_shapes.py", "test_masked_sequences.py",
     "test_state_dict_fuzz.py", "test_optimizer_in_backward.py", "test_bfloat16_masters.py", "test_first_step.py",
     "test_arena.py", "test_inplace_to_pure.py", "test_micro_plan.py", "test_exact.py", "test_vocabulary.py",
     "test_regions.py", "test_plan.py", "test_replay.py", "test_checks.py", "test_tile_rows.py",
