@@ -264,7 +264,7 @@ def test_a_group_is_its_passes_under_one_name() -> None:
 def test_a_pass_is_there_under_its_condition() -> None:
     everything = Options(
         stage=3, masters=True, recompute=("*",), keep_gathered=(), delay_gradients=True, optimizer_in_backward=True,
-        micro_batches=2, tiles=2, pipeline_stages=("model@0",),
+        micro_batches=2, tiles=2, pipeline_stages=("model@0",), offload_states=True,
     )  # fmt: skip
     assert names(default_passes(everything)) == list(NAMES)
     for options, missing in (
