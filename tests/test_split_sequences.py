@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 import graphzero as gz
 from graphzero.ir.storage.liveness import liveness
-from graphzero.ops import ATTENTION, ATTENTION_BACKWARD
+from graphzero.ir.transfer import transfer_of
+from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD
 from graphzero.plan.seconds import work_of
 
 B, S = gz.sbp.B, gz.sbp.S
@@ -152,6 +153,53 @@ def test_a_step_that_gathers_keys_is_that_of_plain_pytorch(sizes, options, padde
     assert splits_of_attention(graph) == {"S(2)"}
 
 
+RINGS = [  # placement, options, padded, heads, whether tokens are dealt out in turn
+    ({"cp": 4}, {"stage": 3, "axis": "cp"}, False, (8, 4), True),
+    ({"dp": 2, "cp": 2}, {"stage": 1, "micro_batches": 2}, True, (8, 2), False),
+    *(
+        pytest.param(*ring, marks=pytest.mark.slow)
+        for ring in (
+            ({"cp": 2}, {}, False, (7, 7), False),
+            ({"cp": 8}, {}, False, (8, 2), False),
+            ({"cp": 8}, {}, True, (4, 1), True),
+            ({"dp": 2, "cp": 2}, {"stage": 2}, True, (8, 8), True),
+            ({"cp": 2, "dp": 2}, {"stage": 3, "axis": ("cp", "dp")}, False, (3, 3), False),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options", "padded", "heads", "in_turn"), RINGS)
+def test_a_step_of_rings_is_that_of_plain_pytorch(sizes, options, padded, heads, in_turn) -> None:
+    sections = LENGTH // sizes["cp"] if in_turn else 1
+    graph = graph_of(Gpt(heads).double(), placed(**sizes), sections, **options)
+    graph.config.set_split_attention("ring")
+    assert_parity(graph, padded=padded)
+    assert not splits_of_attention(graph) and block_count(graph) == 2 * sizes["cp"] * options.get("micro_batches", 1)
+
+
+def block_count(graph: TrainGraph) -> int:
+    """How many blocks of keys the attention of a program reads, in forward and backward of each micro-batch."""
+    return sum(node.target in (ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD) for node in graph.program.nodes)
+
+
+def test_what_goes_round_travels_while_a_block_is_computed() -> None:
+    """Of all shifts but the one that brings gradients home, which nothing is left to compute beside."""
+    nodes = list(layer_graph(4, (8, 4), "ring").program.nodes)
+    places = {node: i for i, node in enumerate(nodes)}
+    blocks = [i for i, node in enumerate(nodes) if node.target in (ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD)]
+    shifts = [node for node in nodes if (moves := transfer_of(node)) is not None and moves.kind == "shift"]
+    assert len(shifts) == 3 + 3 + 4
+    spans = [(places[node], places[transfer_of(node).end]) for node in shifts]
+    assert [any(begin < block < end for block in blocks) for begin, end in spans] == [True] * 9 + [False]
+
+
+def test_a_ring_holds_two_blocks_where_a_gather_holds_all() -> None:
+    peaks = {way: layer_graph(8, (8, 8), way, 512).plan.memory.at_peak["activations"] for way in ("gather", "ring")}
+    keys_and_values = 2 * 512 * 8 * DIM * 4
+    assert peaks["ring"] < keys_and_values < peaks["gather"]
+
+
 STRIPES = [
     ("gather", {"cp": 4}, {"stage": 3, "axis": "cp"}, False),
     ("exchange", {"cp": 2}, {}, False),
@@ -185,7 +233,9 @@ def test_any_number_of_heads_is_exact_on_four_ranks(heads) -> None:
     assert_parity(graph_of(Gpt(heads).double(), placed(cp=4)))
 
 
-@pytest.mark.parametrize("way", ["exchange", pytest.param("gather", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way", ["exchange", *(pytest.param(way, marks=pytest.mark.slow) for way in ("gather", "ring"))]
+)
 def test_dropout_draws_the_same_however_the_sequence_lies(way) -> None:
     losses = []
     for placement, sections in (
@@ -200,28 +250,35 @@ def test_dropout_draws_the_same_however_the_sequence_lies(way) -> None:
     assert losses[2] == pytest.approx(losses[0], rel=1e-10)
 
 
-def test_beside_a_tensor_axis_heads_travel_along_the_sequences_axis_alone() -> None:
+@pytest.mark.parametrize("way", ["exchange", pytest.param("ring", marks=pytest.mark.slow)])
+def test_beside_a_tensor_axis_heads_travel_along_the_sequences_axis_alone(way) -> None:
     placement, model = placed(cp=2, tp=2), Gpt((8, 4)).double()
     columns, rows = (B, S(0)), (B, S(1))
     splits = {f"*.{name}.*": columns for name in "qkv"} | {"*.up.*": columns, "*.o.weight": rows, "*.down.weight": rows}
     gz.to_global(model, placement=placement, sbp=splits)
     graph = graph_of(model, placement)
+    graph.config.set_split_attention(way)
     assert_parity(graph)
-    assert {c.axis for c in graph.plan.collectives if c.kind == "all_to_all"} == {"cp"}
+    assert {c.axis for c in graph.plan.collectives if c.kind in ("all_to_all", "shift")} == {"cp"}
 
 
 @pytest.mark.slow
-def test_mixed_precision_on_a_split_sequence_is_within_its_rounding() -> None:
-    losses = [
-        [graph_of(Gpt((8, 4)), placement, dtype=torch.bfloat16)(*batch()).item()]
-        for placement in (placed(dp=1), placed(cp=4))
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+@pytest.mark.parametrize("way", ["exchange", "ring"])
+@pytest.mark.parametrize(("dtype", "most"), [(None, 1e-6), (torch.bfloat16, 1e-3)])
+def test_other_precisions_on_a_split_sequence_are_within_their_rounding(dtype, most, way) -> None:
+    losses = []
+    for placement in (placed(dp=1), placed(cp=4)):
+        graph = graph_of(Gpt((8, 4)), placement, dtype=dtype)
+        graph.config.set_split_attention(way)
+        losses.append([graph(*batch()).item() for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=most)
 
 
 @pytest.mark.slow
-def test_what_backward_recomputes_is_exact_on_a_split_sequence() -> None:
+@pytest.mark.parametrize("way", ["auto", "ring"])
+def test_what_backward_recomputes_is_exact_on_a_split_sequence(way) -> None:
     graph = graph_of(Gpt((8, 4), layers=2).double(), placed(cp=4))
+    graph.config.set_split_attention(way)
     graph.config.set_activation_memory("checkpoint")
     assert_parity(graph)
 
@@ -251,6 +308,9 @@ def test_bytes_are_those_of_the_closed_forms(ranks: int, keys: int) -> None:
     sent = transfers(layer_graph(ranks, (8, keys), "gather"))
     assert sent.pop("all_reduce", 0) <= 8 * share
     assert sent == {"all_gather": 2 * of_keys * share, "reduce_scatter": 2 * of_keys * share}
+    sent = transfers(layer_graph(ranks, (8, keys), "ring"))
+    assert sent.pop("all_reduce", 0) <= 8 * share
+    assert sent == {"shift": (4 * share + 2) * of_keys}
     if keys % ranks == 0:
         sent = transfers(layer_graph(ranks, (8, keys), "exchange"))
         assert sent.pop("all_reduce", 0) <= 8 * share
@@ -263,7 +323,9 @@ def test_activations_are_held_in_as_many_pieces_as_there_are_ranks() -> None:
     assert eight == pytest.approx((one + 512 * 8 * DIM * 4) / 8, abs=16)
 
 
-@pytest.mark.parametrize(("way", "heads"), [("exchange", (8, 4)), ("gather", (8, 4)), ("gather", (3, 3))])
+@pytest.mark.parametrize(
+    ("way", "heads"), [("exchange", (8, 4)), ("gather", (8, 4)), ("gather", (3, 3)), ("ring", (4, 2))]
+)
 def test_a_call_sends_and_holds_what_the_plan_says(way, heads) -> None:
     with gz.testing.fake_world(4, rank=3):
         graph = graph_of(Gpt(heads, dropout=0.1), gz.placement("cpu", range(4), names=("cp",)), stage=3, axis="cp")

@@ -124,6 +124,7 @@ class GraphConfig(metaclass=PluginMembers):
         ========== =====================================================================================================
         "exchange" ranks exchange pieces of the sequence for heads, and back behind attention (DeepSpeed Ulysses)
         "gather"   queries stay split, and each rank gathers keys and values
+        "ring"     queries stay split, and blocks of keys and values go from rank to rank (Ring Attention)
         "auto"     exchange where pieces of queries have unequal work; else what sends fewer bytes
         ========== =====================================================================================================
 

@@ -14,11 +14,13 @@ all_gather(x, dim, axis)              the pieces of all ranks, joined along dim:
 reduce_scatter(x, dim, axis)          this rank's piece, along dim, of the sum of all ranks' values; likewise
 all_reduce(x, axis, reduction)        the sum, max or min of all ranks' values
 all_to_all(x, src, dst, axis)         split along src -> split along dst
+shift(x, dim, axis)                   the piece of the rank before, and on the first that of the last: pieces go round
 keep_first(x, axis)                   x on the first rank of the axis, zeros elsewhere (B -> P)
 place_shard(x, dim, axis)             this rank's piece in its place, zeros elsewhere (S -> P)
 bucket_all_gather(xs, dims, axis)     several at once, over one flat buffer; likewise
 bucket_reduce_scatter(xs, dims, axis) ``bucket_reduce_scatter`` and ``bucket_all_reduce``
 bucket_all_reduce(xs, axis, reduction)
+bucket_shift(xs, dims, axis)
 launch(collective, slot, *args)       begin a bucketed collective in communication slot ``slot``; None: a bucket of
                                       one, straight from its storage into the result's (see ``ir.transfer``)
 wait(h)                               its results
@@ -82,6 +84,10 @@ def all_to_all(x: Any, src: int, dst: int, axis: str) -> Any:
     _never("all_to_all")
 
 
+def shift(x: Any, dim: int, axis: str) -> Any:
+    _never("shift")
+
+
 def keep_first(x: Any, axis: str) -> Any:
     _never("keep_first")
 
@@ -100,6 +106,10 @@ def bucket_reduce_scatter(xs: Any, dims: Any, axis: str) -> Any:
 
 def bucket_all_reduce(xs: Any, axis: str, reduction: str = "sum") -> Any:
     _never("bucket_all_reduce")
+
+
+def bucket_shift(xs: Any, dims: Any, axis: str) -> Any:
+    _never("bucket_shift")
 
 
 def launch(collective: str, slot: int, *args: Any) -> Any:
@@ -158,10 +168,10 @@ def carry(a: Any, x: Any) -> Any:
     _never("carry")
 
 
-COLLECTIVES: tuple[Callable[..., Any], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all)
-BUCKETS: tuple[Callable[..., Any], ...] = (bucket_all_gather, bucket_reduce_scatter, bucket_all_reduce)
+COLLECTIVES: tuple[Callable[..., Any], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, shift)
+BUCKETS: tuple[Callable[..., Any], ...] = (bucket_all_gather, bucket_reduce_scatter, bucket_all_reduce, bucket_shift)
 # In how many sections of a dim a piece falls, the SBPs of operand and result say; so does ``ir.layout``.
-IN_SECTIONS = tuple(op.__name__ for op in (all_gather, reduce_scatter, all_reduce))
+IN_SECTIONS = tuple(op.__name__ for op in (all_gather, reduce_scatter, all_reduce, shift))
 MOVES: tuple[Callable[..., Any], ...] = (*COLLECTIVES, relabel, slice_shard, keep_first, place_shard)
 
 

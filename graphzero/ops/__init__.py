@@ -3,7 +3,12 @@
 from graphzero.ops import offset_index as offset_index
 from graphzero.ops.adam import ADAM, ADAM_
 from graphzero.ops.adam_rounded import ADAM_ROUNDED, ADAM_ROUNDED_
-from graphzero.ops.attention import ATTENTION, ATTENTION_BACKWARD
+from graphzero.ops.attention import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    ATTENTION_BLOCK,
+    ATTENTION_BLOCK_BACKWARD,
+)
 from graphzero.ops.cross_entropy import CROSS_ENTROPY_BACKWARD
 from graphzero.ops.embedding_bag import BAG, BAG_BACKWARD, BAG_SCALES_BACKWARD
 from graphzero.ops.grouped_mm import GROUPED_MM
@@ -22,6 +27,8 @@ __all__ = [
     "AS_LOCAL",
     "ATTENTION",
     "ATTENTION_BACKWARD",
+    "ATTENTION_BLOCK",
+    "ATTENTION_BLOCK_BACKWARD",
     "BAG",
     "BAG_BACKWARD",
     "BAG_SCALES_BACKWARD",

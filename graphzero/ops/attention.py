@@ -5,17 +5,24 @@ So a plan made on a laptop holds for a GPU.  They have the kernels of each devic
 ``dropout`` is the probability that a weight becomes zero; ``draws``, [batch, heads, queries], has a random int64 for
 each query, from which it follows, with the place of the key, which do.
 
+``attention_block`` is attention of queries to the keys of one rank, where ``pieces`` ranks have a piece of the sequence
+each, cut in ``sections``: each piece of the queries reads the keys in its own place, which have come from the rank
+``hop`` before.  ``before``, ``sums``: result and logsumexp of keys read until then, which the results include.
+
 Where queries are split, a causal mask depends on the places of a rank's own among all ``total``: ``start``, and each
 ``step`` behind the one before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from graphzero.ops import attention_kernels as kernels
-from graphzero.ops.attention_contract import wide
+from graphzero.ops.attention_contract import RowPlaces, wide
 from graphzero.ops.library import ANYWHERE, LIBRARY
 
 LIBRARY.define(
@@ -27,8 +34,20 @@ LIBRARY.define(
     "Tensor? bias, bool causal, float scale, Tensor? draws=None, float dropout=0.0, *, int start=0, "
     "int step=1, int total=-1) -> (Tensor, Tensor, Tensor)"
 )
+LIBRARY.define(
+    "attention_block(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal, float scale, Tensor? draws, "
+    "float dropout, int pieces, int sections, int hop, Tensor? before=None, Tensor? sums=None, *, int start=0, "
+    "int step=1, int total=-1) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "attention_block_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
+    "Tensor? bias, bool causal, float scale, Tensor? draws, float dropout, int pieces, int sections, int hop, *, "
+    "int start=0, int step=1, int total=-1) -> (Tensor, Tensor, Tensor)"
+)
 ATTENTION = torch.ops.graphzero.attention.default
 ATTENTION_BACKWARD = torch.ops.graphzero.attention_backward.default
+ATTENTION_BLOCK = torch.ops.graphzero.attention_block.default
+ATTENTION_BLOCK_BACKWARD = torch.ops.graphzero.attention_block_backward.default
 
 
 def _attention_meta(
@@ -64,7 +83,97 @@ def _attention_grad(ctx, grad, _):  # type: ignore[no-untyped-def]
     return dq, dk, dv, None, None, None, None, None
 
 
+# ---- one block of keys, in ``wide`` of the inputs' dtype, as blocks are added up
+
+
+def _room(x: Tensor, dim: int) -> Tensor:
+    batch, heads, length, _ = x.shape
+    return x.new_empty((batch, length, heads, dim), dtype=wide(x.dtype)).transpose(1, 2)
+
+
+def _places(rows: int, pieces: int, sections: int, hop: int, start: int) -> tuple[RowPlaces, RowPlaces]:
+    """The places of a rank's queries, and of the keys that have come to it; start: of the first query."""
+    if sections > 1:
+        return RowPlaces(start, pieces), RowPlaces((start - hop) % pieces, pieces)
+    return RowPlaces(start), RowPlaces((start - hop * rows) % (pieces * rows))
+
+
+def _pieces(length: int, pieces: int, sections: int) -> Iterator[tuple[slice, int]]:
+    """The rows of each rank, and the place of its first."""
+    rows = length // pieces
+    for rank in range(pieces):
+        yield (
+            (slice(rank, None, pieces), rank) if sections > 1 else (slice(rank * rows, (rank + 1) * rows), rank * rows)
+        )
+
+
+def _attention_block(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, draws: Tensor | None,
+    dropout: float, pieces: int, sections: int, hop: int, before: Tensor | None = None, sums: Tensor | None = None, *,
+    start: int = 0, step: int = 1, total: int = -1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if total == -1:  # of all ranks
+        out, logsumexp = _attention_block_meta(q, k, v, bias, causal, scale, draws, dropout, pieces, sections, hop)
+        for rows, first in _pieces(q.shape[2], pieces, sections):
+            operands = (_rows(x, rows) for x in (q, k, v, bias))
+            more = pieces, sections, hop, _rows(before, rows), _rows(sums, rows)
+            args: Any = [*operands, causal, scale, _rows(draws, rows), dropout, *more]
+            out[:, :, rows], logsumexp[:, :, rows] = _attention_block(*args, start=first, total=q.shape[2])
+        return out, logsumexp
+    places = _places(q.shape[2], pieces, sections, hop, start)
+    part, part_sums = kernels.forward_of_block(q, k, v, bias, causal, scale, draws, dropout, *places)
+    part = part.to(part_sums.dtype)
+    return (part, part_sums) if before is None or sums is None else kernels.merge(before, sums, part, part_sums)
+
+
+def _rows(x: Tensor | None, rows: slice) -> Tensor | None:
+    """Rows of queries, of what has one for each."""
+    return x if x is None or x.shape[2] == 1 else x[:, :, rows]
+
+
+def _attention_block_meta(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, draws: Tensor | None,
+    dropout: float, pieces: int, sections: int, hop: int, before: Tensor | None = None, sums: Tensor | None = None, *,
+    start: int = 0, step: int = 1, total: int = -1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _room(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+
+
+def _attention_block_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
+    scale: float, draws: Tensor | None, dropout: float, pieces: int, sections: int, hop: int, *, start: int = 0,
+    step: int = 1, total: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if total == -1:
+        results = _attention_block_backward_meta(
+            grad, q, k, v, out, logsumexp, bias, causal, scale, draws, dropout, pieces, sections, hop
+        )
+        for rows, first in _pieces(q.shape[2], pieces, sections):
+            operands = (_rows(x, rows) for x in (grad, q, k, v, out, logsumexp, bias))
+            args: Any = [*operands, causal, scale, _rows(draws, rows), dropout, pieces, sections, hop]
+            parts = _attention_block_backward(*args, start=first, total=q.shape[2])
+            for x, part in zip(results, parts, strict=True):
+                x[:, :, rows] = part
+        return results
+    places = _places(q.shape[2], pieces, sections, hop, start)
+    gradients = kernels.backward_of_block(grad, q, k, v, out, logsumexp, bias, causal, scale, draws, dropout, *places)
+    dq, dk, dv = (x.to(logsumexp.dtype) for x in gradients)
+    return dq, dk, dv
+
+
+def _attention_block_backward_meta(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
+    scale: float, draws: Tensor | None, dropout: float, pieces: int, sections: int, hop: int, *, start: int = 0,
+    step: int = 1, total: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _room(q, q.shape[-1]), _room(k, k.shape[-1]), _room(v, v.shape[-1])
+
+
 LIBRARY.impl("attention", kernels.forward, ANYWHERE)
+LIBRARY.impl("attention_block", _attention_block, ANYWHERE)
+LIBRARY.impl("attention_block", _attention_block_meta, "Meta")
+LIBRARY.impl("attention_block_backward", _attention_block_backward, ANYWHERE)
+LIBRARY.impl("attention_block_backward", _attention_block_backward_meta, "Meta")
 LIBRARY.impl("attention", _attention_meta, "Meta")
 LIBRARY.impl("attention_backward", kernels.backward, ANYWHERE)
 LIBRARY.impl("attention_backward", _attention_backward_meta, "Meta")

@@ -37,14 +37,14 @@ class _Block:
 
 def by_definition(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, draws: Tensor | None = None,
-    dropout: float = 0.0, places: RowPlaces = WHOLE,
+    dropout: float = 0.0, places: RowPlaces = WHOLE, of_keys: RowPlaces = WHOLE,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention where no kernel fits, and with dropout; draws: a random number for each query, int64; places: those of
-    the queries among keys, for a causal mask."""
-    sums, drops = wide(q.dtype), _Drops(k, draws, dropout)
+    the queries among keys, for a causal mask; of_keys: those of the keys."""
+    sums, drops = wide(q.dtype), _Drops(k, draws, dropout, of_keys)
     out, logsumexp = _room(q, v.shape[-1], q.dtype), q.new_empty(q.shape[:3], dtype=sums)
-    for block in _blocks(q, k, causal, places):
-        p = _scores(block, q, k, bias, causal, scale, sums, places)
+    for block in _blocks(q, k, causal, places, of_keys):
+        p = _scores(block, q, k, bias, causal, scale, sums, places, of_keys)
         most = p.amax(-1, keepdim=True).nan_to_num_(neginf=0.0) if p.shape[-1] else p.new_zeros((*p.shape[:-1], 1))
         total = p.sub_(most).exp_().sum(-1, keepdim=True)
         block.queries_of(logsumexp).copy_((most + total.log()).squeeze(-1))
@@ -57,20 +57,21 @@ def by_definition(
 def backward_by_definition(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
     scale: float, draws: Tensor | None = None, dropout: float = 0.0, places: RowPlaces = WHOLE,
+    of_keys: RowPlaces = WHOLE,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Its backward (Dao et al., "FlashAttention", arXiv 2205.14135, appendix B)."""
-    sums, drops = logsumexp.dtype, _Drops(k, draws, dropout)
+    sums, drops = logsumexp.dtype, _Drops(k, draws, dropout, of_keys)
     dq, dk, dv = (
         _room(q, q.shape[-1], q.dtype),
         _room(k, k.shape[-1], sums).zero_(),
         _room(v, v.shape[-1], sums).zero_(),
     )
-    for block in _blocks(q, k, causal, places):
+    for block in _blocks(q, k, causal, places, of_keys):
         dy, y, queries = (block.queries_of(x).to(sums) for x in (grad, out, q))
         keys, values = (block.keys_of(x).to(sums) for x in (k, v))
         block_logsumexp = block.queries_of(logsumexp).unsqueeze(-1)
         p = (
-            _scores(block, q, k, bias, causal, scale, sums, places)
+            _scores(block, q, k, bias, causal, scale, sums, places, of_keys)
             .sub_(block_logsumexp)
             .exp_()
             .masked_fill_(block_logsumexp.isneginf(), 0.0)
@@ -92,7 +93,7 @@ def _room(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return x.new_empty((batch, length, heads, dim), dtype=dtype).transpose(1, 2)
 
 
-def _blocks(q: Tensor, k: Tensor, causal: bool, places: RowPlaces) -> Iterator[_Block]:
+def _blocks(q: Tensor, k: Tensor, causal: bool, places: RowPlaces, of_keys: RowPlaces) -> Iterator[_Block]:
     (samples, heads, queries), keys = q.shape[:3], k.shape[2]
     count = ELEMENTS.get(q.device.type, MOST)
     longest = (
@@ -104,7 +105,8 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, places: RowPlaces) -> Iterator[_
     for sample in range(0, samples, samples_at_a_time):
         for head in range(0, heads, heads_at_a_time):
             for row in range(0, queries, rows):
-                seen = min(keys, places.start + places.step * (row + rows - 1) + 1) if causal else keys
+                last = places.start + places.step * (row + rows - 1) - of_keys.start
+                seen = min(keys, max(last // of_keys.step + 1, 0)) if causal else keys
                 here = slice(sample, sample + samples_at_a_time), slice(head, head + heads_at_a_time)
                 yield _Block(here, slice(row, row + rows), slice(0, seen))
 
@@ -118,6 +120,7 @@ def _scores(
     scale: float,
     dtype: torch.dtype,
     places: RowPlaces,
+    of_keys: RowPlaces,
 ) -> Tensor:
     scores = (block.queries_of(q).to(dtype) @ block.keys_of(k).to(dtype).mT).mul_(scale)
     if bias is not None:
@@ -125,6 +128,7 @@ def _scores(
     if causal:
         rows, keys = (torch.arange(size, device=q.device) for size in scores.shape[-2:])
         last_seen = (rows + block.rows.start).mul_(places.step).add_(places.start)
+        keys.mul_(of_keys.step).add_(of_keys.start)
         scores.masked_fill_(keys > last_seen.unsqueeze(-1), float("-inf"))
     return scores
 
@@ -132,12 +136,13 @@ def _scores(
 class _Drops:
     """Weights that are dropped. scale: factor of the kept ones."""
 
-    def __init__(self, k: Tensor, draws: Tensor | None, dropout: float) -> None:
+    def __init__(self, k: Tensor, draws: Tensor | None, dropout: float, of_keys: RowPlaces) -> None:
         self.scale = 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0
         if draws is not None:
             self.least = min(round(dropout * 2**32) - 2**31, 2**31 - 1)
             self.rows = _halves(draws)
-            self.keys = _halves(torch.arange(k.shape[2], device=k.device))[..., 0]
+            places = torch.arange(k.shape[2], device=k.device).mul_(of_keys.step).add_(of_keys.start)
+            self.keys = _halves(places)[..., 0]
 
     def mask_of(self, block: _Block) -> Tensor:
         """True where a weight is dropped: 32 bits of its query and its key, mixed, compared with the probability.

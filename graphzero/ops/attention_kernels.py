@@ -175,6 +175,39 @@ def _backward_of_rows(
     return dq.to(q.dtype), dk, dv
 
 
+# ---- attention to some of the keys, by the places of both
+
+
+def forward_of_block(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, draws: Tensor | None,
+    dropout: float, places: RowPlaces, of_keys: RowPlaces,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Result and logsumexp of these keys alone; bias: of all keys.  A row that sees none of them: zeros, and -inf."""
+    if bias is not None or draws is not None:
+        here = _columns(bias, k, of_keys)
+        return DEFINITION.forward(q, k, v, here, causal, scale, draws, dropout, places, of_keys)
+    return _forward_of_rows(q, k, v, scale, places, of_keys) if causal else _forward(q, k, v, None, False, scale)
+
+
+def backward_of_block(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
+    scale: float, draws: Tensor | None, dropout: float, places: RowPlaces, of_keys: RowPlaces,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients through these keys.  out, logsumexp: of all keys."""
+    operands = grad, q, k, v, out, logsumexp
+    if bias is not None or draws is not None:
+        here = _columns(bias, k, of_keys)
+        return DEFINITION.backward(*operands, here, causal, scale, draws, dropout, places, of_keys)
+    return _backward_of_rows(*operands, scale, places, of_keys) if causal else _backward(*operands, None, False, scale)
+
+
+def _columns(bias: Tensor | None, k: Tensor, of_keys: RowPlaces) -> Tensor | None:
+    """The columns of a mask of all keys that are of these."""
+    if bias is None or bias.shape[-1] == 1:
+        return bias
+    return bias[..., of_keys.start : of_keys.start + of_keys.step * (k.shape[2] - 1) + 1 : of_keys.step]
+
+
 # ---- the kernel of the CPU, which takes every row to be dense
 
 

@@ -14,6 +14,7 @@ from graphzero.passes.base import BuiltinPass, Group, Pass, Pipeline, Record, pa
 from graphzero.passes.boxing.insert_boxing import InsertBoxing
 from graphzero.passes.boxing.localize import Localize
 from graphzero.passes.boxing.lower_boxing import LowerBoxing
+from graphzero.passes.boxing.ring_attention import RingAttention
 from graphzero.passes.experts.split_experts import SplitExperts
 from graphzero.passes.experts.split_routing import SplitRouting
 from graphzero.passes.fuse.fuse_adam import FuseAdam
@@ -73,6 +74,7 @@ __all__ = [
     "Propagate",
     "Recompute",
     "Record",
+    "RingAttention",
     "InPlace",
     "Schedule",
     "Slots",

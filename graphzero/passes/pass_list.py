@@ -17,6 +17,7 @@ from graphzero.passes.base import Group, Pass, pass_name, snake_case
 from graphzero.passes.boxing.insert_boxing import InsertBoxing
 from graphzero.passes.boxing.localize import Localize
 from graphzero.passes.boxing.lower_boxing import LowerBoxing
+from graphzero.passes.boxing.ring_attention import RingAttention
 from graphzero.passes.experts.split_experts import SplitExperts
 from graphzero.passes.experts.split_routing import SplitRouting
 from graphzero.passes.fuse.fuse_accumulate import FuseAccumulate
@@ -37,7 +38,7 @@ from graphzero.passes.place.expand import Expand
 from graphzero.passes.place.pad_targets import PadTargets
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
-from graphzero.passes.place.split_attention import AUTO_WAY, SplitAttention
+from graphzero.passes.place.split_attention import AUTO_WAY, RING, SplitAttention
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
@@ -159,6 +160,7 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(MicroBatches, "boxed", lambda options: options.micro_batches > 1),
     PassEntry(TileRows, "boxed", lambda options: options.tiles > 1),
     PassEntry(LowerBoxing, "boxed"),
+    PassEntry(RingAttention, "lowered", lambda options: options.split_attention == RING),
     PassEntry(Localize, "lowered"),
     PassEntry(FuseCrossEntropy, "local", lambda options: options.optimise, "fuse"),
     PassEntry(FuseAccumulate, "local", lambda options: options.optimise and _adds_up(options), "fuse"),

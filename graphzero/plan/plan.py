@@ -34,8 +34,8 @@ SHARED = ("parameters", "compute_parameters", "optimizer_states", "accumulators"
 class Collective(NamedTuple):
     """One collective call of a step.
 
-    kind: all_gather, reduce_scatter, all_reduce or all_to_all; axis: the placement axis; bytes: on the wire, sent by
-    one rank, padding included; phase: forward, backward or update; names: the values in it, parameters by their
+    kind: all_gather, reduce_scatter, all_reduce, all_to_all or shift; axis: the placement axis; bytes: on the wire,
+    sent by one rank, padding included; phase: forward, backward or update; names: the values in it, parameters by their
     path; what_for: "parameters", "gradients" or "other" (loss, norms, counts, batch statistics, activations);
     seconds: what it takes by itself, by ``config.set_links``; None without.  elements: of parameters and gradients
     that one rank sends, without padding.

@@ -23,9 +23,10 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import Liveness
 from graphzero.ir.transfer_layout import TransferLayout, shape_on
 from graphzero.ir.value import DTYPE_NAMES, ScalarType, TensorType
-from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, GROUPED_MM
+from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD, GROUPED_MM
 from graphzero.plan.device import Device
 from graphzero.sbp.link_costs import Link
+from graphzero.sbp.op_call import argument_names
 
 aten = torch.ops.aten
 _SDPA: Callable[..., float] = sdpa_flop_count
@@ -44,7 +45,10 @@ class Dropping(NamedTuple):
     passes: int
 
 
-DROPPING = {ATTENTION: Dropping(6, 1, 29), ATTENTION_BACKWARD: Dropping(9, 2, 43)}
+DROPPING = {
+    ATTENTION: Dropping(6, 1, 29), ATTENTION_BACKWARD: Dropping(9, 2, 43),
+    ATTENTION_BLOCK: Dropping(6, 1, 29), ATTENTION_BLOCK_BACKWARD: Dropping(9, 2, 43),
+}  # fmt: skip
 
 
 class OpWork(NamedTuple):
@@ -99,10 +103,13 @@ def work_of(at: Liveness, node: fx.Node) -> OpWork | None:
     if target in READS_PLACES:
         read[0] = min(read[0], written)
     name, dtype, score_bytes = op_name(target), _dtype(node), 0.0
-    if target in DROPPING and len(node.args) > DROPPING[target].draws:  # by definition, out of products and passes
+    if target in DROPPING and any(
+        isinstance(x, fx.Node) for x in node.args[DROPPING[target].draws :][:1]
+    ):  # by definition, out of products and passes
         draws, keys, passes = DROPPING[target]
         rows, places = _size(graph, node.args[draws]), _size(graph, node.args[keys])[2]
-        share = _share_seen(node, node.args[draws - 2], rows[2], places)
+        is_block = target in (ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD)
+        share = _share_of_block(node) if is_block else _share_seen(node, node.args[draws - 2], rows[2], places)
         name, dtype, score_bytes = "mm", "f32", 4.0 * passes * prod(rows) * places * share
     return OpWork(name, dtype, _flops(graph, node), sum(read) + written + score_bytes)
 
@@ -191,6 +198,10 @@ def flops_of(node: fx.Node, size: Callable[[Any], Any]) -> float:
     if target is ATTENTION_BACKWARD:
         grad, q, k, v = map(size, node.args[:4])
         return _SDPA_BACKWARD(grad, q, _heads(k, q), _heads(v, q)) * _share_seen(node, node.args[7], q[2], k[2])
+    if target is ATTENTION_BLOCK:
+        return _SDPA(*map(size, node.args[:3])) * _share_of_block(node)
+    if target is ATTENTION_BLOCK_BACKWARD:
+        return _SDPA_BACKWARD(*map(size, node.args[:4])) * _share_of_block(node)
     if target is GROUPED_MM:
         a, b = (size(x) for x in node.all_input_nodes[:2])
         return float(2 * prod(a) * b[-1])
@@ -210,6 +221,12 @@ def _share_seen(node: fx.Node, causal: Any, queries: int, keys: int) -> float:
         return 1.0
     is_piece = "start" in node.kwargs and "step" not in node.kwargs
     return 1.0 - queries / (2.0 * keys) if is_piece and keys else 0.5
+
+
+def _share_of_block(node: fx.Node) -> float:
+    """The same of attention to the keys of one rank: of contiguous pieces the last rank sees all of every other."""
+    given = dict(zip(argument_names(node.target), node.args, strict=False))
+    return 0.5 if given["causal"] and (given["sections"] != 1 or given["hop"] == 0) else 1.0
 
 
 def _convolution_backward(formula: Any, args: tuple[Any, ...], out: Any) -> float:

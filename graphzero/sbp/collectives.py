@@ -6,6 +6,7 @@ What is sent and received lies in a flat buffer of lines, each what one rank con
     reduce_scatter  [n, total], [total]    a line for every rank to send, then one received
     all_reduce      [total]                whole values, reduced in place
     all_to_all      [n, total] twice       a line for every rank to send, then one from each
+    shift           [total] twice          a line for the next rank, then the one from the rank before
 
 A new one is an entry here, its ops (``ir.ops``), how its pieces are packed (``runtime.execute.packing``), and how each
 world does it: ``virtual``, ``process``, and ``transport.p2p_collectives``.
@@ -21,7 +22,7 @@ Lines = tuple[int, int]  # the first, and the one behind the last
 
 @dataclass(frozen=True)
 class CollectiveKind:
-    """src, dst: the kinds of SBP between which it goes, "B", "S" or "P".
+    """src, dst: the kinds of SBP between which it goes, "B", "S" or "P"; dst "=" for the SBP that the source has.
 
     arguments: of its op behind the value, in order: "dim" (of a split source, then of a split result), "axis" and
         "reduction".
@@ -76,5 +77,10 @@ COLLECTIVES = {
         "S", "S", ("dim", "dim", "axis"),
         wire=lambda n: (n - 1) / n**2, messages=lambda n: n - 1,
         sent=lambda own, n: (0, n), received=lambda n: (n, 2 * n), whole=lambda n: n**2, joins=False,
+    ),
+    "shift": CollectiveKind(
+        "S", "=", ("dim", "axis"),
+        wire=lambda n: 1 / n, messages=lambda n: 1,
+        sent=lambda own, n: (0, 1), received=lambda n: (1, 2), whole=lambda n: n,
     ),
 }  # fmt: skip

@@ -52,6 +52,7 @@ class Offset:
     op itself may.  tensor, dim: the dim in question; the number of an operand, or -1 for the one result, and a number
     or the argument that holds it.
     only: the argument that says whether the op depends on places at all, as ``causal`` of attention; "" if it does.
+    cut: the arguments that say over how many ranks the dim is split, and in how many sections; () for any.
     takes_step: whether it also takes ``step``: a rank may hold each ``step``-th place, in sections of one place a rank.
     """
 
@@ -61,6 +62,7 @@ class Offset:
     dim: int | str
     only: str = ""
     takes_step: bool = False
+    cut: tuple[str, ...] = ()
 
     def is_needed(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether the op with these arguments depends on the places of the dim."""
@@ -78,6 +80,8 @@ class Offset:
         sbp, shape = (*signature.inputs, *signature.outputs)[self.tensor], metas[self.tensor].shape
         if not shape or not sbp.is_split or sbp.dim != self.dim_in(call.op, call.args, call.kwargs, len(shape)):
             return False
+        if self.cut:
+            return (ranks, sbp.sections) == tuple(call[name] for name in self.cut)
         is_stripe = self.takes_step and ranks is not None and sbp.sections * ranks == shape[sbp.dim]
         return sbp.sections == 1 or is_stripe
 

@@ -28,6 +28,11 @@ def check_an_exchange_of_heads_is_that_of_virtual_ranks():
         torch.testing.assert_close(real, simulated, rtol=1e-12, atol=1e-13)
 
 
+def check_a_ring_is_that_of_virtual_ranks():
+    for real, simulated in zip(trained("ring", (4, 2), False), trained("ring", (4, 2), True), strict=True):
+        torch.testing.assert_close(real, simulated, rtol=1e-12, atol=1e-13)
+
+
 def check_a_gather_of_keys_is_that_of_virtual_ranks():
     for real, simulated in zip(trained("gather", (3, 1), False), trained("gather", (3, 1), True), strict=True):
         torch.testing.assert_close(real, simulated, rtol=1e-12, atol=1e-13)

@@ -149,6 +149,28 @@ def attention() -> None:
         out, lse = gz.attention.default(q, k, v, mask, causal, 0.3, draws, 0.4)
         add(gz.attention_backward.default, grad, q, k, v, out, lse, mask, causal, 0.3, draws, 0.4)
         add(flash_backward.default, grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=0.3)
+        for hop in (0, 1):
+            q, k, v, rows = f(2, 2, 4, 8), f(2, 2, 4, 8), f(2, 2, 4, 8), f(1, 2, 4, 4) if mask is not None else None
+            draws = torch.arange(16).view(2, 2, 4) if hop else None
+            out, lse = f(2, 2, 4, 8), f(2, 2, 4)
+            add(gz.attention_block.default, q, k, v, rows, causal, 0.3, draws, 0.4 * hop, 2, 1, hop, out, lse)
+            add(
+                gz.attention_block_backward.default,
+                out,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                rows,
+                causal,
+                0.3,
+                draws,
+                0.4 * hop,
+                2,
+                1,
+                hop,
+            )
     add(gz.pin.default, f(4, 5), 0)
     step = torch.tensor(2.0, dtype=torch.float64)
     for largest in ([], [f(4, 5).square()]):

@@ -25,6 +25,9 @@ ROW_MAJOR = (  # their results are, whatever the operands
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.embedding.default,
     aten.embedding_dense_backward.default, aten.native_layer_norm.default, aten.nll_loss_backward.default,
 )  # fmt: skip
+ATTENTIONS = (
+    own.ATTENTION, own.ATTENTION_BACKWARD, own.ATTENTION_BLOCK, own.ATTENTION_BLOCK_BACKWARD,
+)  # fmt: skip
 HEADS = (0, 2, 1, 3)  # attention is laid out [batch, length, heads, dim]
 
 
@@ -88,7 +91,7 @@ class Orders:
     def _getitem_order(self, node: fx.Node) -> Order:
         """Order of one of several results."""
         source, rows = node.args[0].target, tuple(range(len(value.tensor_type(node).shape)))  # type: ignore[union-attr]
-        if source in (own.ATTENTION, own.ATTENTION_BACKWARD):
+        if source in ATTENTIONS:
             return HEADS if len(rows) == len(HEADS) else rows
         return rows if source in ROW_MAJOR or source in ops.COMMUNICATING else None
 

@@ -136,4 +136,4 @@ def _moves(move: Any, args: tuple[Any, ...], src: Sbp, dst: Sbp) -> bool:
         good = src.is_partial and src is wanted
     else:
         good = src is (S(next(dims)) if source == "S" else B)
-    return good and dst is {"B": B, "P": P, "S": S(next(dims)) if target == "S" else None}[target]
+    return good and dst is {"B": B, "P": P, "S": S(next(dims)) if target == "S" else None, "=": src}[target]

@@ -31,7 +31,7 @@ from graphzero.sbp.types import B, P, S, Sbp
 
 SUM = torch.ops.aten.sum.dim_IntList
 HEADS, SEQUENCE = 1, 2  # dims of queries, keys and values
-WAYS = ("exchange", "gather")
+WAYS = ("exchange", "gather", "ring")
 
 
 class Box(NamedTuple):

@@ -21,7 +21,7 @@ from graphzero.passes.place.attention_ways import WAYS, PlannedPin, SplitSequenc
 from graphzero.passes.place.forward_sweep import swept
 from graphzero.sbp.link_costs import Links
 
-AUTO_WAY = "auto"
+AUTO_WAY, RING = "auto", "ring"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SplitAttention(BuiltinPass):
 
     split_attention: "exchange", "gather", or "auto": exchange under a causal mask where queries are in contiguous
         pieces, which have unequal work, else what sends fewer bytes.  Where heads cannot be split, keys are gathered
-        whatever it says.
+        whatever it says.  "ring": as "gather"; ``RingAttention`` then lets them go round.
     links: what communication costs on each axis, () for bytes.
 
     Requires: pins on inputs, uses and gradients.
@@ -101,9 +101,9 @@ class SplitAttention(BuiltinPass):
 
     def _chosen(self, sequence: SplitSequence) -> list[PlannedPin]:
         """The pins of the way that is taken; none where there is no way."""
-        ways = sequence.ways
-        if self.split_attention in ways:
-            return ways[self.split_attention]
+        ways, way = sequence.ways, "gather" if self.split_attention == RING else self.split_attention
+        if way in ways:
+            return ways[way]
         if "exchange" in ways and sequence.is_unequal:
             return ways["exchange"]
         return min(ways.values(), key=sequence.price, default=[])

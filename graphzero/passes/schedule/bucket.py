@@ -29,7 +29,7 @@ from graphzero.ir.transfer import Transfer, delivered, transfer_of
 from graphzero.ir.transfer_layout import LONG, lay_out, lies_in_long_runs
 from graphzero.passes.base import BuiltinPass
 
-JOINED = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)
+JOINED = (ops.all_gather, ops.reduce_scatter, ops.all_reduce, ops.shift)
 WAITING = (*JOINED, ops.accumulate)  # may come later than what they read
 SMALLEST, LARGEST = 64 * 2**10, 4 * 2**20  # bytes of a bucket by default
 ALONE = LONG  # bytes from which a value on a CPU travels by itself
@@ -140,6 +140,8 @@ def _goes_alone(graph: StepGraph, moves: Transfer) -> bool:
 def _fits(members: list[fx.Node], node: fx.Node, position: dict[fx.Node, int], limit: int, early: bool) -> bool:
     if sum(value.tensor_type(m).nbytes for m in (*members, node)) > limit:
         return False
+    if node.target is ops.shift:  # what goes round leaves when it is there, to travel beside what is computed next
+        return position[node] == position[members[-1]] + 1
     first_reader = min((position[user] for m in members for user in _readers(m)), default=len(position))
     return early or first_reader > position[node]
 

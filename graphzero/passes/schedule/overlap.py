@@ -160,7 +160,9 @@ def _kind(moves: Transfer) -> tuple[str, str, str]:
 def _continued(moves: Transfer) -> Transfer | None:
     """The transfer whose results this one carries on along another axis."""
     delivery = delivered(moves.members[0])
-    return delivery[0] if delivery is not None and delivery[0].is_launch else None
+    if delivery is None or not delivery[0].is_launch or delivery[0].axis == moves.axis:
+        return None
+    return delivery[0]
 
 
 def _depth(moves: Transfer) -> int:

@@ -339,5 +339,6 @@ CONDITIONS: dict[str, Callable[[Any], None]] = {
     **{f"graphzero::nll_loss{kind}_from": _named(_nll, x="self") for kind in (
         "_forward", "_backward", "2d_forward", "2d_backward")},
     **dict.fromkeys(("graphzero::bag_backward", "graphzero::bag_scales_backward"), _own_bag),
-    "graphzero::attention_backward": _named(_flash, grad="grad_out", q="query", k="key", v="value"),
+    **{f"graphzero::{name}_backward": _named(_flash, grad="grad_out", q="query", k="key", v="value") for name in (
+        "attention", "attention_block")},
 }  # fmt: skip

@@ -74,6 +74,11 @@ class Exchange:
         whole = _resized(pieces[0], src, sum(piece[src] for piece in pieces))
         self._take(k, [(ranks + q, piece) for q, piece in enumerate(pieces)], src, whole)
 
+    def _shift(self, k: int, shapes: list[Shape]) -> None:
+        self._pack(k, [(0, shapes[self.own])], None)
+        arriving = shapes[self.own - 1]
+        self._take(k, [(1, arriving)], 0, arriving)
+
     def _pack(self, k: int, pieces: list[tuple[int, Shape]], cut: Cut | None) -> None:
         self.cuts.append(cut)
         self.packed += self._placed(k, pieces)

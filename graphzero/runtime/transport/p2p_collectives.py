@@ -65,6 +65,13 @@ class PeerCollectives:
         lines[self.rank].copy_(pieces[self.rank])
         return self.transport.exchange(self.next_number(), pieces, lines)
 
+    def _shift(self, out: Tensor, sent: Tensor, reduction: str) -> Handle:
+        del reduction
+        nothing = sent.new_empty(0)
+        sends, receives = [nothing] * self.ranks, [nothing] * self.ranks
+        sends[(self.rank + 1) % self.ranks], receives[self.rank - 1] = sent, out
+        return self.transport.exchange(self.next_number(), sends, receives)
+
     def _reduce_scatter(self, out: Tensor, sent: Tensor, reduction: str) -> Handle:
         lines = sent.chunk(self.ranks)
         return self.transport.reduce(self.next_number(), lines, lines[self.rank], out, reduction)

@@ -193,8 +193,19 @@ def _all_to_all(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle
     return work
 
 
+def _shift(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
+    """An all-to-all that sends to the next rank alone."""
+    del reduction
+    ranks, own = dist.get_world_size(group), dist.get_rank(group)
+    arrives, leaves = _as_bytes(out), _as_bytes(sent)
+    before, behind = ([leaves.numel() if q == (own + step) % ranks else 0 for q in range(ranks)] for step in (-1, 1))
+    work: Handle = dist.all_to_all_single(arrives, leaves, before, behind, group=group, async_op=True)
+    return work
+
+
 COLLECTIVE_FUNCTIONS = {
     "all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "all_reduce": _all_reduce, "all_to_all": _all_to_all,
+    "shift": _shift,
 }  # fmt: skip
 
 

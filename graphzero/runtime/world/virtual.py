@@ -76,6 +76,13 @@ def _all_to_all(outs: Sequence[Tensor], ins: Sequence[Tensor], reduction: str) -
             arrives.copy_(line[i])
 
 
+def _shift(outs: Sequence[Tensor], ins: Sequence[Tensor], reduction: str) -> None:
+    del reduction
+    for i, out in enumerate(outs):
+        out.copy_(ins[i - 1])
+
+
 COLLECTIVE_FUNCTIONS = {
     "all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "all_reduce": _all_reduce, "all_to_all": _all_to_all,
+    "shift": _shift,
 }  # fmt: skip

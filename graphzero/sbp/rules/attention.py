@@ -7,8 +7,9 @@ be.  Keys stay whole: a softmax over pieces needs more than a sum to be joined.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from graphzero.ops import ATTENTION, ATTENTION_BACKWARD
+from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import Offset, rule
 from graphzero.sbp.rules._factor_lines import broadcast, overloads
@@ -40,6 +41,23 @@ def _own(line: Callable[..., str], queries: Callable[[bool], str] = lambda causa
 
 for _op, _line, _queries in ((ATTENTION, forward, 0), (ATTENTION_BACKWARD, backward, 1)):
     rule(_op, _own(_line, _whole), nonempty=True, offset=Offset(_op, _own(_line), _queries, 2, "causal", True))
+
+
+def block(rows: str, call: Call) -> str:
+    more = f",~bh{rows}" if call["draws"] is not None else ""
+    seen = f",~bh{rows}E,~bh{rows}" if call["before"] is not None else ""
+    return f"~bh{rows}D,~bh{rows}D,~bh{rows}E{_mask(call['bias'], rows)}{more}{seen}->bh{rows}E,bh{rows}"
+
+
+def block_backward(rows: str, call: Call) -> str:
+    more = f",~bh{rows}" if call["draws"] is not None else ""
+    operands = f"bh{rows}E,~bh{rows}D,~bh{rows}D,~bh{rows}E,~bh{rows}E,~bh{rows}{_mask(call['bias'], rows)}{more}"
+    return f"{operands}->bh{rows}D,bh{rows}D,bh{rows}E"
+
+
+for _op, _block, _queries in ((ATTENTION_BLOCK, block, 0), (ATTENTION_BLOCK_BACKWARD, block_backward, 1)):
+    _split = Offset(_op, partial(_block, "q"), _queries, 2, takes_step=True, cut=("pieces", "sections"))
+    rule(_op, partial(_block, "Q"), nonempty=True, offset=_split)
 
 
 @rule(overloads("_scaled_dot_product_flash_attention_for_cpu"), nonempty=True)

@@ -121,8 +121,10 @@ def test_the_way_of_fewest_bytes_is_taken_where_work_is_equal(ranks: int, keys: 
 
 
 def test_a_way_that_there_is_not_is_refused() -> None:
-    with pytest.raises(gz.ConfigError, match="SplitAttention\\(split_attention='ring'\\): the ways are auto, exchange"):
-        SplitAttention("ring")
+    with pytest.raises(
+        gz.ConfigError, match="SplitAttention\\(split_attention='helix'\\): the ways are auto, exchange"
+    ):
+        SplitAttention("helix")
 
 
 def test_heads_that_an_inner_axis_has_split_are_cut_within_its_pieces() -> None:
