@@ -274,7 +274,7 @@ def test_the_report_of_a_large_difference_stays_short(batch: Any) -> None:
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     report = gz.check(TwoLayerGraph(layers, scales_gradients), *batch, dtype=torch.float64)
     assert not report
-    assert len(str(report).splitlines()) < 50
+    assert len(str(report).splitlines()) < len(report.stages) + 25  # each pass has a line
 
 
 def test_the_columns_of_a_report_stand_below_each_other_however_long_a_name_is() -> None:

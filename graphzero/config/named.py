@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -70,7 +71,8 @@ def with_pass(passes: tuple[UserPass, ...], own: Callable[[Any], Any], after: st
     _check_pass(own)
     known = (*pass_names(), *GROUPS, *(pass_name(one.own) for one in passes))
     if after not in known:
-        raise ConfigError(f"add_pass({pass_name(own)}, after={after!r}): no pass has that name; {choices(known)}")
+        allowed = textwrap.fill(choices(known), 110, initial_indent="  ", subsequent_indent="  ")
+        raise ConfigError(f"add_pass({pass_name(own)}, after={after!r}): no pass has that name;\n{allowed}")
     return (*passes, UserPass(own, after))
 
 

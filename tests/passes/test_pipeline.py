@@ -73,7 +73,8 @@ def test_history_holds_each_pass_with_the_graphs_before_and_after() -> None:
     assert tuple(record.name for record in records) == tuple(
         name
         for name in NAMES
-        if name not in (*PARTS, "assign_stages", "cast_before_gather", "gather_casts", "recompute", *MOVED)
+        if name
+        not in (*PARTS, "assign_stages", "cast_before_gather", "gather_casts", "recompute", "ring_attention", *MOVED)
     )
     assert (str(records[0].before), str(records[-1].after)) == (str(graph), str(last))
     assert all(str(a.after) == str(b.before) for a, b in zip(records[:-1], records[1:], strict=True))
@@ -264,7 +265,7 @@ def test_a_group_is_its_passes_under_one_name() -> None:
 def test_a_pass_is_there_under_its_condition() -> None:
     everything = Options(
         stage=3, masters=True, recompute=("*",), keep_gathered=(), delay_gradients=True, optimizer_in_backward=True,
-        micro_batches=2, tiles=2, pipeline_stages=("model@0",), offload_states=True,
+        micro_batches=2, tiles=2, pipeline_stages=("model@0",), offload_states=True, split_attention="ring",
     )  # fmt: skip
     assert names(default_passes(everything)) == list(NAMES)
     for options, missing in (
@@ -277,7 +278,7 @@ def test_a_pass_is_there_under_its_condition() -> None:
             {"keep_gathered", *FUSE, "in_place", "join_updates"},
         ),
     ):
-        missing |= {"assign_stages", "recompute", *MOVED, *PARTS}
+        missing |= {"assign_stages", "recompute", "ring_attention", *MOVED, *PARTS}
         missing |= set() if options.masters and options.optimise else {"gather_casts"}
         missing |= set() if options.masters else {"cast_before_gather"}
         assert names(default_passes(options)) == [name for name in NAMES if name not in missing]

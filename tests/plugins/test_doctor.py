@@ -81,7 +81,7 @@ def test_two_ranks_are_compared_with_virtual_ones_and_say_how_they_talk(tmp_path
     status, text = json.loads((tmp_path / "as_it_is_0").read_text())
     findings = json.loads(text)
     assert status == 0
-    assert len(findings["checks"]) == 8 and all(one["holds"] for one in findings["checks"])
+    assert len(findings["checks"]) == 9 and all(one["holds"] for one in findings["checks"])
     assert {one["facts"].split(";")[0] for one in findings["checks"]} == {"equal to virtual ranks, to the bit"}
     assert findings["transports"]["dp"] and findings["links"]["dp"]["bandwidth"] > 0
     assert json.loads((tmp_path / "as_it_is_1").read_text()) == [0, ""]  # one rank prints

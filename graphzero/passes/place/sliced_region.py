@@ -143,6 +143,8 @@ class SlicedRegion:
         place = signature.outputs[0]
         if value.is_multi(node) or not place.is_split:
             return False
+        if value.tensor_type(node).shape[place.dim] % (self.rows * place.sections):  # one dim became several: no rows
+            return False
         sbps = dict(zip(value.own_operands(node), signature.inputs, strict=True))
         inputs, type_ = [(value.tensor_type(x).shape, (sbp,)) for x, sbp in sbps.items()], value.tensor_type(node)
         args, kwargs = rank_call.local_args(

@@ -182,11 +182,13 @@ def _buckets(graph: StepGraph, limit: int) -> list[_Bucket]:
 
 
 def _bucket_of(at: Liveness, state: fx.Node) -> _Bucket | None:
-    """A bucket of one state; None for one that is 0-d, or that no op needs."""
+    """A bucket of one state; None for one that is 0-d, that no op needs, or that is on the host already."""
     users = sorted((user for user in state.users if user.op != "output"), key=at.position.__getitem__)
     if not value.tensor_type(state).shape or not users:
         return None
     assigns = {user.args[0]: user for user in users if user.target is ops.assign and user.args[0] is state}
+    if at.graph.updates.get(state.name) is not assigns.get(state):
+        return None
     reader = next((user for user in users if user is not assigns.get(state) or user.args[1] is state), None)
     first, last = users[0], users[-1]
     return _Bucket({state: reader}, assigns, at.nbytes_of(state), at.position[first], at.position[last], first, last)

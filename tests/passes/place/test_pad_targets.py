@@ -83,6 +83,7 @@ LEFT = {
     "every second": lambda z, y: flat(z[:, :-1:2], y[:, 1::2]),
     "weights of rows": lambda z, y: flat(z[:, :-1] * torch.arange(1.0, LENGTH)[:, None], y[:, 1:]),
     "rows that read each other": lambda z, y: flat(z[:, :-1].cumsum(1), y[:, 1:]),
+    "rows in two dims": lambda z, y: flat(z[:, :4].unflatten(1, (2, 2)), y[:, 4:]),
     "rows in another order": lambda z, y: flat(z[:, :-1].flip(1), y[:, 1:]),
 }
 

@@ -72,14 +72,17 @@ MUTATIONS = {  # what is replaced, and by what: what verify says
     ("(to_device_launch, wm) ", "(to_device_launch, vm) "): "is not told what 'to_device_launch' copies",
     ("update(wm=to_host_wait,", "update(wm=to_host_launch,"): "'output' reads 'to_host_launch', which is under way",
     ("to_host_launch(vm, vm1) ", "to_host_launch(v, vm1) "): "copies 'v', which is not a state of an optimizer",
-    ("to_device_launch(wm)                 : f32[64]  S(0)", "to_device_launch(wm) : f32[64]  B"): "takes S.0. to B",
+    (
+        "to_device_launch(wm)                       : f32[64]  S(0)",
+        "to_device_launch(wm) : f32[64]  B",
+    ): "takes S.0. to B",
     ("return update", "return to_host_wait; update"): "the step hands out 'to_host_wait', which lies in host memory",
     (  # the new value is written over while it is copied
         "  to_host_wait_1   = ",
         "  late             = mul(vm1, 2.0, out=vm1)               : f32[64]  S(0)\n  to_host_wait_1   = ",
     ): "'to_host_wait_1' reads 'vm1', in whose storage 'late' writes",
     (  # the old value is written over while it is copied
-        "  to_device_wait   = to_device_wait(to_device_launch, wm) : f32[64]  S(0)\n",
+        "  to_device_wait   = to_device_wait(to_device_launch, wm)       : f32[64]  S(0)\n",
         "  early            = to_host_launch(wm, g) : f32[64]  S(0)\n"
         "  early_wait       = to_host_wait(early, g) : f32[64]  S(0)\n"
         "  to_device_wait   = to_device_wait(to_device_launch, wm) : f32[64]  S(0)\n",
