@@ -152,6 +152,10 @@ REWRITES: dict[str, tuple[tuple[str, str], ...]] = {
          "  q    = mul(rows, c) : f64[8, 4]\n  y    ="),
         ("(rows, u", "(q, u"),
     ),
+    "rows are read by numbers of a table": (
+        ("  y    =", "  t    = arange(8) : i64[8]\n  q    = index_select(rows, 0, t) : f64[8, 4]\n  y    ="),
+        ("(rows, u", "(q, u"),
+    ),
     "the order is returned": (("return back", "return back, keys"),),
     "ends that are not of the sort": (("ends, ", "ends"), ("(rows, u, ends)", "(rows, u, e2)"), (
         "  rows =", "  e2   = mul(ends, 1) : i32[3]\n  rows ="),),

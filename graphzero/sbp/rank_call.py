@@ -72,15 +72,32 @@ def offset_form(
     ``inputs`` and ``outputs`` are as for ``local_args``; ``places`` tells of each dim the rank's first place, an int or
     LocalStart, and how far apart its places are; None where it is whole.
     """
-    offset = needed_offset(op, args, kwargs)
-    shape, nd = (*inputs, *outputs)[offset.tensor] if offset is not None else ((), ())
-    if offset is not None and shape:
-        dim = offset.dim_in(op, args, kwargs, len(shape))
+    counted = _counted_dim(op, args, kwargs, inputs, outputs)
+    if counted is not None:
+        offset, dim, shape, nd = counted
         place_and_step = places(shape, nd)[dim]
         if place_and_step is not None:
             start, step = place_and_step
             return offset.op, {**kwargs, "start": start, **({"step": step} if step > 1 else {}), "total": shape[dim]}
     return op, dict(kwargs)
+
+
+def counts_places(
+    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Pair], outputs: Sequence[Pair]
+) -> bool:
+    """Return whether a rank's call depends on which places of a dim are its own; arguments as for ``offset_form``."""
+    counted = _counted_dim(op, args, kwargs, inputs, outputs)
+    return counted is not None and any(sbp.is_split and sbp.dim == counted[1] for sbp in counted[3])
+
+
+def _counted_dim(
+    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Pair], outputs: Sequence[Pair]
+) -> tuple[Offset, int, Sequence[int], Nd] | None:
+    """The offset form of an op, and the dim whose places it counts, of a tensor with its shape and SBP; None of any
+    other op."""
+    offset = needed_offset(op, args, kwargs)
+    shape, nd = (*inputs, *outputs)[offset.tensor] if offset is not None else ((), ())
+    return (offset, offset.dim_in(op, args, kwargs, len(shape)), shape, nd) if offset is not None and shape else None
 
 
 def of_whole(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, tuple[Any, ...], dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,9 +100,4 @@ def finds_rows_by_number(node: fx.Node, signature: Signature) -> bool:
         for x, sbp in zip(value.tensor_operands(node), signature.inputs, strict=True)
     ]
     outs = [(meta.shape, (sbp,)) for meta, sbp in zip(metas, signature.outputs, strict=True)]
-
-    def starts(shape: Sequence[int], nd: Sequence[Sbp]) -> list[int | None]:
-        return [size if nd[0].is_split and nd[0].dim == dim else None for dim, size in enumerate(shape)]
-
-    form = rank_call.offset_form(node.target, node.args, node.kwargs, ins, outs, starts)  # type: ignore[arg-type]
-    return form != (node.target, dict(node.kwargs))
+    return rank_call.counts_places(node.target, node.args, node.kwargs, ins, outs)  # type: ignore[arg-type]

@@ -78,8 +78,7 @@ class MicroBatchTypes:
         ins, outs: shape, and SBP on ``mb`` alone, of each operand and result.
         """
         target: Any = node.target
-        form = rank_call.offset_form(target, node.args, node.kwargs, ins, outs, _places)
-        if form != (target, dict(node.kwargs)):
+        if rank_call.counts_places(target, node.args, node.kwargs, ins, outs):
             return None
         return rank_call.local_args(target, args, kwargs, ins, outs, self.micro_batch_shape)
 
@@ -107,8 +106,3 @@ class MicroBatchTypes:
 def _is_finer(sbp: Sbp, mine: Sbp) -> bool:
     """Return whether a split cuts the pieces that another split of the dim makes, in more sections."""
     return sbp.is_split and sbp.dim == mine.dim and sbp.sections > mine.sections
-
-
-def _places(shape: Sequence[int], nd: Nd) -> list[tuple[int, int] | None]:
-    """A place for each dim that micro-batches cut, None for the others."""
-    return [(size, 1) if nd[0].is_split and nd[0].dim == dim else None for dim, size in enumerate(shape)]
