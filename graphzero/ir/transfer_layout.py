@@ -158,3 +158,8 @@ def shape_on(graph: StepGraph, type_: TensorType, nd: Nd, rank: int | None = Non
         return type_.shape
     at = (0,) * len(nd) if rank is None else graph.placement.coordinate(rank)
     return piece_shape(type_.shape, nd, graph.placement.hierarchy, at)
+
+
+def nbytes_on(graph: StepGraph, type_: TensorType, nd: Nd, rank: int | None = None) -> int:
+    """Bytes that ``type_`` under ``nd`` has on ``rank``, by default the first of the placement."""
+    return prod(shape_on(graph, type_, nd, rank)) * int(type_.dtype.itemsize)

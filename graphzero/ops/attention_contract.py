@@ -62,7 +62,7 @@ class AttentionKernel:
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """RowPlaces of rows in a sequence: ``start``, ``start + step``, ..."""
+    """Places of rows in a sequence: ``start``, ``start + step``, ..."""
 
     start: int = 0
     step: int = 1

@@ -112,16 +112,9 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, places: RowPlaces, of_keys: RowP
 
 
 def _scores(
-    block: _Block,
-    q: Tensor,
-    k: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-    dtype: torch.dtype,
-    places: RowPlaces,
-    of_keys: RowPlaces,
-) -> Tensor:
+    block: _Block, q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float, dtype: torch.dtype,
+    places: RowPlaces, of_keys: RowPlaces,
+) -> Tensor:  # fmt: skip
     scores = (block.queries_of(q).to(dtype) @ block.keys_of(k).to(dtype).mT).mul_(scale)
     if bias is not None:
         scores += block.queries_of(bias.expand(*q.shape[:3], k.shape[2]))[..., block.keys]

@@ -116,6 +116,11 @@ class Placement:
             raise PlacementError(f"rank {rank} is not in {self!r}")
         return self._coordinates[rank]
 
+    def line(self, rank: int, axis: int) -> tuple[int, ...]:
+        """The ranks that ``rank`` meets along the axis of that number, itself among them, in the axis' order."""
+        at: tuple[Any, ...] = self.coordinate(rank)
+        return tuple(map(int, self.ranks[(*at[:axis], slice(None), *at[axis + 1 :])]))
+
     def mesh(self) -> DeviceMesh:
         """The torch DeviceMesh of these ranks, each of which must call it: the first of equal placements that is asked
         makes process groups, and all of them share these as long as the world lasts."""

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ from graphzero.ir import memory_space, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.roots import Roots, Storage, storage_roots
 from graphzero.ir.transfer import Transfer, transfer_of
-from graphzero.ir.transfer_layout import TransferLayout, lay_out, shape_on
+from graphzero.ir.transfer_layout import TransferLayout, lay_out, nbytes_on
 from graphzero.ops import CHECK
 
 _SPAN = ("begin", "end", "nbytes")  # of a life
@@ -178,12 +177,12 @@ class Liveness:
         if moves is not None and moves.is_direct:
             return self.layouts[node].arrived_elements * self.layouts[node].itemsize
         type_, nd = value.results_of(node)[index]
-        return int(type_.dtype.itemsize * prod(shape_on(self.graph, type_, nd, rank)))
+        return nbytes_on(self.graph, type_, nd, rank)
 
     def nbytes_of(self, node: fx.Node, rank: int | None = None) -> int:
         """Bytes of a rank's pieces of all results of a node."""
         results = (one for one in value.results_of(node) if isinstance(one[0], value.TensorType))
-        return sum(type_.dtype.itemsize * prod(shape_on(self.graph, type_, nd, rank)) for type_, nd in results)
+        return sum(nbytes_on(self.graph, type_, nd, rank) for type_, nd in results)
 
     @cached_property
     def categories(self) -> dict[Storage, str]:

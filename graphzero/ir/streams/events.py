@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from graphzero.ir import ops, value
+from graphzero.ir import ops
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.storage.roots import Storage, read_by, written_by
-from graphzero.ir.streams.instructions import Instruction, InstructionKind, InstructionList
+from graphzero.ir.streams.instructions import Instruction, InstructionKind, InstructionList, begun_by
 from graphzero.ir.streams.places import Places
 
 COMPUTE, TO_DEVICE, TO_HOST = "compute", "to device", "to host"
@@ -96,7 +96,7 @@ class StreamEvents:
             if one.kind is InstructionKind.BEGIN:
                 yield from self._begin(one.node)
             elif one.kind is InstructionKind.AWAIT:
-                yield EventWait(self._ended[_begun_by(one.node)], COMPUTE)
+                yield EventWait(self._ended[begun_by(one.node)], COMPUTE)
             elif one.kind is not InstructionKind.EMPTY:
                 reads, writes = (frozenset(some) & self.touched for some in self._accesses(one))
                 if reads or writes:
@@ -140,7 +140,7 @@ class StreamEvents:
         reads: set[Region] = {storage for _, storage in read_by(node, self.roots) if storage is not None}
         if one.kind is InstructionKind.CALL:
             return reads, {*self._results(node), *written_by(node, self.roots)}
-        moves = self.transfers[_begun_by(node)]
+        moves = self.transfers[begun_by(node)]
         carried = {*self._carried(moves.node)}
         if one.kind is InstructionKind.PACK:
             return reads, carried - reads
@@ -182,7 +182,3 @@ class StreamEvents:
 def list_events(graph: StepGraph) -> list[StreamEvent]:
     """The events of a step of a program whose transfers have slots."""
     return StreamEvents(graph).all()
-
-
-def _begun_by(node: fx.Node) -> fx.Node:
-    return value.operand(node) if node.target is ops.wait or node.target in ops.HOST_WAITS else node

@@ -81,6 +81,11 @@ class InstructionList:
         self.all += (Instruction(InstructionKind.EMPTY, node, place) for place in places)
 
 
+def begun_by(node: fx.Node) -> fx.Node:
+    """What has begun the transfer or the copy that ``node`` waits for; ``node`` itself where it begins one."""
+    return value.operand(node) if node.target is ops.wait or node.target in ops.HOST_WAITS else node
+
+
 def _issued_kinds(node: fx.Node, places: Places) -> Iterator[InstructionKind]:
     if node.op != "call_function" or is_name(node.target) or places.is_picked(node) or node.target is ops.micro_batch:
         return

@@ -20,7 +20,6 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.printer import print_line
 from graphzero.ir.transfer_layout import TransferLayout, count_runs, local_shape
-from graphzero.sbp.placement import Placement
 from graphzero.schedules.queues import run_queues
 
 
@@ -49,7 +48,7 @@ def list_rank_launches(graph: StepGraph, rank: int) -> list[RankLaunch]:
 
 def _launches_of(graph: StepGraph, layout: TransferLayout, rank: int) -> Iterator[RankLaunch]:
     moves, place = layout.moves, graph.placement
-    ranks = ranks_along(place, rank, moves.axis)
+    ranks = place.line(rank, place.axis(moves.axis))
     if len(ranks) == 1:
         return
     received, times = layout.received.stop - layout.received.start, 1
@@ -65,14 +64,6 @@ def _launches_of(graph: StepGraph, layout: TransferLayout, rank: int) -> Iterato
             sent = received // len(ranks) if moves.collective.gathers else prod(shape) // times
     if sent or received:
         yield from [RankLaunch(moves.kind, ranks, sent, received, moves.node)] * times
-
-
-def ranks_along(place: Placement, rank: int, axis: str) -> tuple[int, ...]:
-    """The ranks that a rank meets along an axis, itself among them."""
-    at = list(place.coordinate(rank))
-    index = place.axis(axis)
-    line = (place.ranks[(*at[:index], i, *at[index + 1 :])] for i in range(place.hierarchy[index]))
-    return tuple(map(int, line))
 
 
 def check_program_launches(graph: StepGraph, where: str = "") -> None:

@@ -6,7 +6,6 @@ What is held is there for the whole step, so that the bytes of candidates simply
 from __future__ import annotations
 
 from collections import defaultdict
-from math import prod
 
 from torch import fx
 
@@ -14,12 +13,12 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.pipeline_parts import BODY, PipelineProgram
 from graphzero.ir.pipeline_stages import stages_of
-from graphzero.ir.transfer_layout import shape_on
+from graphzero.ir.transfer_layout import nbytes_on
 from graphzero.passes import Options
 from graphzero.plan.gather_candidates import BANDWIDTH, param_bytes
 from graphzero.plan.memory_candidate import MemoryCandidate
 from graphzero.plan.plan import collectives_of
-from graphzero.sbp.types import B, Nd
+from graphzero.sbp.types import B
 
 ACCUMULATORS = ""  # the name of the candidate that stands for a member's accumulators: that they are whole
 
@@ -77,7 +76,7 @@ def _gathered(graph: StepGraph) -> dict[str, tuple[fx.Node, int]]:
         role = value.role_of(node)
         is_whole = node.target in ops.COLLECTIVES and value.phase_of(node) == "forward"
         if is_whole and role is not None and role.kind == "param":
-            nbytes = _bytes(graph, node, value.nd_of(node))
+            nbytes = nbytes_on(graph, value.tensor_type(node), value.nd_of(node))
             if role.of not in gathered or nbytes > gathered[role.of][1]:
                 gathered[role.of] = node, nbytes
     return gathered
@@ -92,10 +91,7 @@ def _more_if_whole(pipeline: PipelineProgram, options: Options) -> dict[int, int
             axes = options.axis if options.axis is not None else graph.placement.data_axes
             pairs = zip(value.nd_of(node), graph.placement.names, strict=True)
             whole = tuple(B if name in axes else sbp for sbp, name in pairs)
-            more[pipeline.member_of(key.stage)] += _bytes(graph, node, whole) - _bytes(graph, node, value.nd_of(node))
+            type_ = value.tensor_type(node)
+            added = nbytes_on(graph, type_, whole) - nbytes_on(graph, type_, value.nd_of(node))
+            more[pipeline.member_of(key.stage)] += added
     return more
-
-
-def _bytes(graph: StepGraph, node: fx.Node, nd: Nd) -> int:
-    type_ = value.tensor_type(node)
-    return type_.dtype.itemsize * prod(shape_on(graph, type_, nd))

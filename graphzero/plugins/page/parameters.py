@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import groupby
@@ -12,7 +11,7 @@ from torch import fx
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.transfer_layout import shape_on
+from graphzero.ir.transfer_layout import nbytes_on
 from graphzero.ir.value import TensorType
 from graphzero.plugins.page.lines import sbp_text
 from graphzero.sbp.types import Nd
@@ -64,7 +63,7 @@ class _RankBytes:
 
         @cache
         def nbytes(type_: TensorType, nd: Nd) -> Owned:
-            return [math.prod(shape_on(graph, type_, nd, rank)) * type_.dtype.itemsize for rank in self.ranks]
+            return [nbytes_on(graph, type_, nd, rank) for rank in self.ranks]
 
         self._nbytes = nbytes
 

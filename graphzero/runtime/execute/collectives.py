@@ -10,9 +10,10 @@ from functools import partial
 from torch import fx
 
 from graphzero.errors import VerifyError
-from graphzero.ir import ops, transfer_layout, value
+from graphzero.ir import ops, transfer_layout
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage import inplace
+from graphzero.ir.streams.instructions import begun_by
 from graphzero.ir.streams.places import Places
 from graphzero.ir.transfer import NO_SLOT_YET, transfer_of
 from graphzero.runtime.execute import packing
@@ -62,22 +63,18 @@ class Transfers:
 
     def await_end(self, node: fx.Node) -> None:
         """Let what follows run behind a collective: the one that ``node`` waits for, or itself."""
-        place, pending = self._place(self._begun_by(node)), self.world.pending
+        place, pending = self._place(begun_by(node)), self.world.pending
         self.code.barrier(node, lambda envs: pending.pop(place).wait(), meets=node.target is ops.wait)
 
     def unpack(self, node: fx.Node) -> None:
         """Take the results of a collective that has ended."""
-        begun = self._begun_by(node)
+        begun = begun_by(node)
         self.code.fill(node, f"e[{self._place(begun)}].unpack()", listed=True)
         home = self._home_of_arrival(begun)
         if home is not None:
             (pick,) = node.users
             settle = self.code.name(packing.settle)
             self.code.add(f"{settle}(e[{self.places.of[home]}], e[{self.places.of[pick]}])", node)
-
-    @staticmethod
-    def _begun_by(node: fx.Node) -> fx.Node:
-        return value.operand(node) if node.target is ops.wait else node
 
     def _place(self, node: fx.Node) -> int:
         """Where what a collective works in stands while it is under way."""

@@ -94,7 +94,14 @@ class _Compiler:
         self.code = Code(world, self.places)
         self.writes = Writes(graph, self.places, self.code)
         self.rooms = Rooms(graph, arena, self.places, world.rank_ids)
-        self.transfers = Transfers(graph, world, self.places, self.code, self.writes, self.rooms)
+        self.transfers = transfers = Transfers(graph, world, self.places, self.code, self.writes, self.rooms)
+        self.write_lines: Mapping[InstructionKind, Callable[[fx.Node], None]] = {
+            InstructionKind.CALL: self._call,
+            InstructionKind.PACK: transfers.pack,
+            InstructionKind.BEGIN: transfers.begin,
+            InstructionKind.AWAIT: transfers.await_end,
+            InstructionKind.UNPACK: transfers.unpack,
+        }
 
     def compile(self) -> Program:
         instructions = InstructionList(self.graph, self.places)
@@ -113,7 +120,7 @@ class _Compiler:
             elif one.node.target in ops.HOST_COPIES and one.kind is not InstructionKind.EMPTY:
                 self._host_copy(one.node)
             elif one.kind is not InstructionKind.EMPTY:
-                self._emit[one.kind](one.node)
+                self.write_lines[one.kind](one.node)
             elif one.place in handed_over:
                 handed_over.discard(one.place)
             else:
@@ -123,18 +130,6 @@ class _Compiler:
         self.writes.end(self.graph.output)
         self.code.cut()
         return self._program()
-
-    @property
-    def _emit(self) -> Mapping[InstructionKind, Callable[[fx.Node], None]]:
-        """What writes the lines of an instruction."""
-        transfers = self.transfers
-        return {
-            InstructionKind.CALL: self._call,
-            InstructionKind.PACK: transfers.pack,
-            InstructionKind.BEGIN: transfers.begin,
-            InstructionKind.AWAIT: transfers.await_end,
-            InstructionKind.UNPACK: transfers.unpack,
-        }
 
     def _may_hand_over(self, node: fx.Node, empty: Instruction) -> bool:
         """Return whether ``node`` reads a place last, also when it runs again."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from graphzero import _compat
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory_space import is_host_state
-from graphzero.ir.transfer_layout import shape_on
+from graphzero.ir.transfer_layout import nbytes_on
 from graphzero.runtime.world.mapped_file import MappedFile
 from graphzero.runtime.world.world import World
 
@@ -75,7 +74,7 @@ class HostStates:
         type_ = value.tensor_type(node)
         if self.world.placement.virtual:
             return type_.nbytes
-        return prod(shape_on(self.graph, type_, value.nd_of(node), self.world.rank_ids[0])) * type_.dtype.itemsize
+        return nbytes_on(self.graph, type_, value.nd_of(node), self.world.rank_ids[0])
 
 
 def _with_local(tensor: Tensor, local: Tensor) -> Tensor:

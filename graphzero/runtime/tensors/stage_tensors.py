@@ -7,7 +7,6 @@ Other ranks have the same DTensor: they know its shape, and hold none of its val
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,11 +71,10 @@ def connect_axes(placement: Placement) -> None:
     """Connect this rank along each axis, so that the ranks of a stage can exchange without the others; all call it."""
     if placement.device_type != "cpu":  # the process groups of a mesh connect only their members
         return
-    connections, at = communicator(placement.ranks.ravel().tolist()), placement.coordinate(dist.get_rank())
+    connections = communicator(placement.ranks.ravel().tolist())
     for axis, ranks in enumerate(placement.hierarchy):
         if ranks > 1:
-            place: tuple[Any, ...] = (*at[:axis], slice(None), *at[axis + 1 :])
-            connections.collectives([int(rank) for rank in placement.ranks[place]])
+            connections.collectives(placement.line(dist.get_rank(), axis))
 
 
 def share_with_stages(x: Tensor, placement: Placement, member: int) -> None:
@@ -93,6 +91,6 @@ def share_with_stages(x: Tensor, placement: Placement, member: int) -> None:
 
 def broadcast_along_pipeline(x: Tensor, placement: Placement, member: int) -> None:
     """Fill ``x`` with what it is on the rank of a member at the same place on all other axes; every rank calls it."""
-    at, axis = placement.coordinate(dist.get_rank()), placement.axis(PIPELINE)
-    source = int(placement.ranks[(*at[:axis], member, *at[axis + 1 :])])
+    axis = placement.axis(PIPELINE)
+    source = placement.line(dist.get_rank(), axis)[member]
     dist.broadcast(x, src=source, group=placement.mesh().get_group(axis))

@@ -94,11 +94,7 @@ class World(ABC):
 
     def peers(self, local: int, axis: str) -> list[int]:
         """Ids of the ranks that a local rank meets along ``axis``, itself among them, in the axis' order."""
-        index = self.placement.axis(axis)
-        at = self.coordinate(local)
-        place: tuple[Any, ...] = (*at[:index], slice(None), *at[index + 1 :])
-        line = self.placement.ranks[place]
-        return [int(rank) for rank in line]
+        return list(self.placement.line(self.rank_ids[local], self.placement.axis(axis)))
 
     def resolve(self, x: Any, local: int) -> Any:
         """``x``, a ``LocalSize`` or ``LocalStart`` replaced by the number that it is on a local rank."""
