@@ -1,4 +1,4 @@
-"""What compiling costs: capture, every pass and the plan, in seconds of the processor, and peak memory.
+"""The cost of compiling: capture, every pass and the plan, in seconds of the processor, and peak memory.
 
     python bench/compile_time.py gpt2           # GPT-2 124M on 64 virtual ranks at stage 3
     python bench/compile_time.py gpt2 --full    # and 24 and 48 layers, and 1024 ranks against 8

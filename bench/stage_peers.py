@@ -87,7 +87,7 @@ class Pipeline:
 
 
 class StageModule(nn.Module):
-    """What one stage of a GPT computes: tokens or values -> values or scores."""
+    """One stage of a GPT: tokens or values -> values or scores."""
 
     def __init__(self, pipeline: Pipeline, stage: int, model: GPT):
         super().__init__()
@@ -216,7 +216,7 @@ def deepspeed(pipeline: Pipeline) -> Step:
 
 @dataclass(frozen=True)
 class System:
-    """What trains a pipeline.  needs: a package without which it is left out."""
+    """A system that trains a pipeline.  needs: a package without which it is left out."""
 
     name: str
     schedule: str
@@ -294,7 +294,7 @@ def time_table(times: Mapping[str, Timed]) -> str:
 
 
 def peers_of(name: str) -> list[str]:
-    """What a system is measured against: that of the same schedule, by others."""
+    """The systems that a system is measured against: that of the same schedule, by others."""
     who, schedule = name.split(", ")
     if not who.startswith("graphzero"):
         return []

@@ -35,7 +35,7 @@ RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 
 
 class Train(gz.Graph):
-    """What deepspeed.initialize, engine(...), engine.backward and engine.step are in the original."""
+    """The step; in the original it is deepspeed.initialize, engine(...), engine.backward and engine.step."""
 
     def __init__(self, model: GPT2LMHeadModel):
         super().__init__(config=gz.GraphConfig.from_deepspeed(DS_CONFIG))

@@ -93,7 +93,7 @@ def table(reports: list[StageReport], reference: list[float], ranks: int) -> str
 
 
 def bought(reports: list[StageReport], reference: list[float]) -> str:
-    """What each stage has bought, a line a stage, then the last beside the first and their losses."""
+    """A line for each stage with its memory and traffic, then the last beside the first and their losses."""
     lines = []
     for before, after in pairwise(reports):
         old, new = before.measured.peak, after.measured.peak

@@ -157,7 +157,7 @@ def plain_losses(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list
 
 
 def traffic(graph: gz.Graph) -> str:
-    """What a rank sends in a step on each axis, from the plan."""
+    """The bytes that a rank sends in a step on each axis, from the plan."""
     found: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for c in graph.plan.collectives:
         found[c.axis, c.phase, c.kind, c.what_for].append(c.bytes)

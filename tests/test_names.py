@@ -30,6 +30,9 @@ WORDS = frozenset(  # none says what it names
     ]
 )
 VERBS = frozenset(["read", "write", "run", "of", "get", "do", "make"])
+OPENINGS = frozenset(  # of docstrings that ask instead of naming the thing
+    ["what", "whatever", "whoever", "it", "how", "which", "who", "where", "when", "why", "that", "those"]
+)
 
 CLASSES_OF_ONE_NAME: dict[str, str] = {}  # name -> why two classes have it
 METHODS_OF_ONE_WORD = {  # (class, method) -> why it is not a verb with its object
@@ -82,6 +85,18 @@ def names(path: pathlib.Path, module: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.name
 
 
+def docstrings(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, text) of each docstring."""
+    for node in ast.walk(module):
+        is_documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_documented and (text := ast.get_docstring(node)):
+            yield node.body[0].lineno, text
+
+
+def asks(text: str) -> bool:
+    return text.split()[0].lower() in OPENINGS
+
+
 def is_empty_word(name: str) -> bool:
     return name.strip("_").lower() in WORDS
 
@@ -115,6 +130,12 @@ def test_names_say_what_they_name() -> None:
     check(problems, EMPTY_WORDS)
 
 
+def test_a_docstring_names_the_thing() -> None:
+    asking = [f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+              for path in PATHS for line, text in docstrings(tree(path)) if asks(text)]  # fmt: skip
+    assert not asking, "\n".join(asking)
+
+
 def test_exceptions_are_in_use() -> None:
     present = classes()
     assert all(len(present.get(name, ())) > 1 for name in CLASSES_OF_ONE_NAME)
@@ -124,7 +145,11 @@ def test_exceptions_are_in_use() -> None:
 
 def test_the_checks_see_what_they_are_to_find() -> None:
     path = pathlib.Path("looks.py")
-    module = ast.parse("class Held:\n    def read(self, kept):\n        found = 1\n        for _made in found: pass\n")
+    module = ast.parse(
+        "class Held:\n    'What is held.'\n    def read(self, kept):\n        'Read it.'\n"
+        "        found = 1\n        for _made in found: pass\n"
+    )
+    assert [(line, asks(text)) for line, text in docstrings(module)] == [(2, True), (4, False)]
     assert [name for _, name in names(path, module) if is_empty_word(name)] == [
         "looks",
         "Held",

@@ -418,7 +418,7 @@ def process_world() -> World:
 
 
 def piece(whole: Tensor, sbp: str, rank: int, n: int) -> Tensor:
-    """What a rank has of a whole value."""
+    """A rank's piece of a whole value."""
     if sbp == P:
         return whole if rank == 0 else torch.zeros_like(whole)
     return whole if sbp == B else whole.chunk(n, int(sbp[2:-1]))[rank]
@@ -454,7 +454,7 @@ def example() -> dict[str, Tensor]:
 
 
 def largest_error(results: dict[str, Tensor]) -> float:
-    """How far results are from those of plain PyTorch on one device."""
+    """The largest difference of results from those of plain PyTorch on one device."""
     inputs = example()
     parameters = {name: inputs[name].clone().requires_grad_() for name in STATES}
     loss = build(inputs["x"], inputs["y"], **parameters)

@@ -42,7 +42,7 @@ class TwoHops:
         return graph
 
     def first_hop(self, graph: gz.StepGraph, pin: fx.Node) -> gz.sbp.Nd | None:
-        """What a gradient is between the two hops; None where one will do."""
+        """The SBP of a gradient between the two hops; None where one hop is enough."""
         placement, nd = graph.placement, value.nd_of(pin)
         axis = placement.axis(self.node)
         half = gz.sbp.lifted(nd, axis, gz.sbp.P, placement.hierarchy)

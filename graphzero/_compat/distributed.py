@@ -112,6 +112,6 @@ def fake_store() -> Any:
 
 
 def dump_nccl_trace() -> bytes | None:
-    """What NCCL's flight recorder has, pickled; None where torch has no NCCL."""
+    """Return the entries of NCCL's flight recorder, pickled; None where torch has no NCCL."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
     return None if dump is None else bytes(dump())

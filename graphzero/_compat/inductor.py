@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture ne
 
 
 def inductor_lacks(device_type: str) -> str:
-    """What Inductor misses on this machine to compile for a device; "" if nothing."""
+    """Name what Inductor lacks on this machine to compile for a device; "" if nothing."""
     if device_type != "cpu":
         from torch.utils._triton import has_triton
 

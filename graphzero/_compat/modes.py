@@ -97,7 +97,7 @@ _ASKED_IN = ("torch._utils", "torch._dynamo.external_utils", "torch.compiler")
 
 
 def flex_attention_check() -> tuple[Any, str] | None:
-    """Where the function is by which ``flex_attention`` looks at its operands; None where nobody has imported it."""
+    """Return the module and name of the function by which ``flex_attention`` checks operands; None if not imported."""
     module, name = sys.modules.get("torch.nn.attention.flex_attention"), "_validate_device"
     return (module, name) if hasattr(module, name) else None
 

@@ -82,7 +82,7 @@ class AverageSpec:
 
 @dataclass(frozen=True)
 class Scaling:
-    """How the loss scale changes from step to step; see ``LossScale``."""
+    """The settings by which the loss scale changes from step to step; see ``LossScale``."""
 
     init: float
     growth: float

@@ -46,7 +46,7 @@ def traffic(plan: Plan, placement: Placement, device: Device) -> list[TransferGr
 
 
 def _messages(plan: PipelinePlan, placement: Placement, device: Device) -> Iterator[TransferGroup]:
-    """What the stages of the fullest rank send to others while micro-batches run: activations, and their gradients."""
+    """The bytes that stages of the fullest rank send while micro-batches run: activations, and their gradients."""
     stages = plan.members[fullest_member(plan)].stages
     edges = [edge for edge in plan.edges if edge.source in stages]
     if edges:

@@ -11,7 +11,7 @@ from graphzero.errors import ConfigError
 
 @dataclass(frozen=True, repr=False)
 class OffloadSettings(Checked):
-    """What lies in host memory.  states: whether optimizer states do.  path: the folder of the files that hold them;
+    """The values in host memory.  states: whether optimizer states are.  path: the folder of the files that hold them;
     None for ordinary memory."""
 
     states: bool = setting(False, YES_OR_NO, "enable_offload({})")

@@ -38,7 +38,7 @@ class StageMark(NamedTuple):
 
 
 class AutoStages(NamedTuple):
-    """That modules are put on stages when the step is known.
+    """A request to put modules on stages automatically, once the step is known.
 
     stages: how many; None for as many as the schedule has by itself.  device: whose seconds are evened out; None for
     parameters.
@@ -57,7 +57,7 @@ class AutoStages(NamedTuple):
 
 
 def read_auto_stages(count: Any, device: Any, placement: Placement) -> AutoStages:
-    """What ``set_stage("auto", count, device=device)`` says.  Raises ConfigError for what it cannot say."""
+    """Read the arguments of ``set_stage("auto", count, device=device)``.  Raises ConfigError for bad ones."""
     _check_axis(placement)
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise ConfigError(

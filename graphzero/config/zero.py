@@ -22,7 +22,7 @@ def _is_stage(x: Any) -> bool:
 
 @dataclass(frozen=True, repr=False)
 class ZeroSettings(Checked):
-    """How model state is split. stage 0: not at all; "auto": the first that fits the memory.
+    """The settings by which model state is split. stage 0: not at all; "auto": the first that fits the memory.
 
     axes: names of the placement axes, outermost first.  keep_gathered: names and patterns of the parameters that stay
     gathered between forward and backward.

@@ -35,7 +35,7 @@ _MOST = 12  # signatures shown
 
 @dataclass
 class SbpChoice:
-    """How a value got its SBP on one placement axis.
+    """The choice of a value's SBP on one placement axis.
 
     options: what the first sweep saw, all-B first; empty where nothing was chosen.  first: what it took.
     producer: the signature after all sweeps, None for what is no op.  sbp: of the value's first result.
@@ -97,7 +97,7 @@ class Explanation:
 
 
 def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
-    """Why a value of a program has its SBP: the signatures its op allows, what each would have cost, what was taken.
+    """Explain a value's SBP: the signatures its op allows, what each would have cost, what was taken.
 
     graph: a compiled Graph, or a StepGraph of level "captured" with its pins (``history`` has it as what
     ``propagate`` was given).  value_: a value, or its name as it is printed; of pipeline stages also one of
@@ -126,7 +126,7 @@ def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
 
 
 def _ways(graph: Graph | StepGraph, name: str, links: Links) -> list[str]:
-    """What the ways of an attention over a split sequence would send, on each axis that splits it."""
+    """The bytes that each way of an attention over a split sequence would send, on each axis that splits it."""
     before = graph
     if isinstance(graph, Graph):
         before = next(record for record in graph.history if record.name == "split_attention").before
@@ -258,7 +258,7 @@ def _completion(axis: AxisPropagation, node: fx.Node) -> float:
 
 
 def _lost(axis: AxisPropagation, node: fx.Node, final: Signature) -> Iterator[str]:
-    """Why an operand's split could not go on through the op, where it is gathered for it, or cut otherwise."""
+    """Explain why an operand's split does not pass through the op, where it is gathered or cut otherwise."""
     operands = value.tensor_operands(node)
     have = [axis.sbp(operand) for operand in operands]
     allowed = calls.signatures_of(axis.graph, node, axis.axis, have)

@@ -1,4 +1,4 @@
-"""Where a value of a step on pipeline stages is: the parts that compute it, and those that it is handed over to."""
+"""Finds the parts of a step on pipeline stages that compute a value, and those that it is handed over to."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def place_lines(pipeline: PipelineProgram, flat: StepGraph, part: StagePart | No
 
 
 def _homes(pipeline: PipelineProgram, node: fx.Node) -> Iterator[str]:
-    """Where a value is computed; or read, if the step is given it."""
+    """The parts where a value is computed; or read, if it is an input of the step."""
     parts = [part for part in pipeline.parts.parts if node.name not in part.inputs]
     having = [part for part in parts if any(other.name == node.name for other in part.graph.nodes)]
     stages = sorted({part.key.stage for part in having})

@@ -109,7 +109,7 @@ def _end_of_region(node: fx.Node, axis: int, stand: tuple[Sbp | None, ...]) -> t
 
 
 def misfit(graph: StepGraph, node: fx.Node, chosen: Mapping[int, Signature], part: int | None = None) -> str:
-    """Why signatures that the op at ``node`` allows on placement axes, by number, do not go together; "" if they do."""
+    """Say why signatures that the op at ``node`` allows on axes, by number, cannot be combined; "" if they can."""
     shared = _shared(chosen.values())
     if not shared:
         return ""

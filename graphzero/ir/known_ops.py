@@ -66,7 +66,7 @@ def find_op(words: Sequence[str]) -> Any:
 
 
 def why_unfit(target: Any) -> str:
-    """Why a program may not hold a call of ``target``; "" where it may."""
+    """Say why a program may not hold a call of ``target``; "" if it may."""
     if target is operator.getitem or ops.BY_NAME.get(getattr(target, "__name__", "")) is target or target in NAME_OF:
         return ""
     if not isinstance(target, torch._ops.OpOverload):

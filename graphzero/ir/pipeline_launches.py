@@ -1,4 +1,4 @@
-"""What each member of ``pp`` launches in a step, in order: its calls, and around them its sends and receives.
+"""The launches of each member of ``pp`` in a step, in order: its calls, and around them its sends and receives.
 
 A value is sent as soon as it is made.  Its receive is posted one call of the receiver ahead of the call that reads it,
 so that it arrives while that one runs; or earlier, where the same member is sent something behind it that is read
@@ -24,7 +24,7 @@ from graphzero.schedules.queues import run_queues
 
 
 class LaunchKind(Enum):
-    """What is launched.  RELEASE: wait until a value has been sent, and let go of it.  POST: begin to receive a value.
+    """A kind of launch.  RELEASE: wait until a value has been sent, and let go of it.  POST: begin to receive a value.
     ARRIVE: wait until it has been received."""
 
     RELEASE = "the end of the send"
@@ -42,7 +42,7 @@ class StageLaunch(NamedTuple):
 
 
 def list_launches(pipeline: PipelineProgram, member: int | None) -> list[StageLaunch]:
-    """What the ranks of a member launch; None: one process that has the ranks of all members, which sends nothing.
+    """List the launches of a member's ranks; None: one process that has the ranks of all members, which sends nothing.
 
     At the end of the step everything is released, and then comes what goes to all members.
     """

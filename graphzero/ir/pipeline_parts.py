@@ -144,7 +144,7 @@ class PipelineProgram:
         return [call for call in self.calls if self.is_on(call, member)]
 
     def label(self, call: PartCall) -> str:
-        """What a call is called in charts: 0F3 as in schedules, and its part where that runs once a step."""
+        """The name of a call in charts: 0F3 as in schedules, and its part where that runs once a step."""
         key = self.parts.parts[call.part].key
         if key.kind not in BODY:
             return str(key)
@@ -153,7 +153,7 @@ class PipelineProgram:
         return f"{key.stage}{letter}{call.micro_batch}"
 
     def name_of(self, call: PartCall) -> str:
-        """What a call is called in sentences: "forward@0 of micro-batch 3"."""
+        """The name of a call in sentences: "forward@0 of micro-batch 3"."""
         key = self.parts.parts[call.part].key
         return f"{key} of micro-batch {call.micro_batch}" if key.kind in BODY else str(key)
 
@@ -168,11 +168,11 @@ class PipelineProgram:
         return frozenset(key for part in self.parts.parts if part.key.kind in BODY for key in part.outputs)
 
     def slot(self, key: ValueKey, micro_batch: int) -> Slot:
-        """Where a value is kept: one for each micro-batch, or one for all."""
+        """The slot where a value is kept: one for each micro-batch, or one for all."""
         return key, micro_batch if key in self.repeated else 0
 
     def slots_read(self, call: PartCall) -> dict[str, Slot]:
-        """What a call is given, by placeholder."""
+        """The slots that a call reads, by placeholder."""
         return self._slots_read[call]
 
     @cached_property
@@ -201,7 +201,7 @@ class PipelineProgram:
 
     @cached_property
     def messages(self) -> list[StageMessage]:
-        """What members send to each other in a step before its end, in an order that all of them know.
+        """The messages between members in a step before its end, in an order that all of them know.
 
         Each member is sent a value once.  From one member to another, messages are sent, and received, in this order.
         """
@@ -224,7 +224,7 @@ class PipelineProgram:
 
     @property
     def returned(self) -> set[Slot]:
-        """What the step returns."""
+        """The values that the step returns."""
         keys = (*self.parts.outputs, *self.parts.aux.values())
         return {self.slot(key, 0) for key in keys if isinstance(key, ValueKey)}
 

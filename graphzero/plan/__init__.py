@@ -1,4 +1,4 @@
-"""What one step of a program costs, and which of several programs is taken for it.
+"""Plans what one step of a program costs, and chooses among several programs for it.
 
 ``plan`` reads the costs off a final program.  The choices stand above the pass pipeline: they run it with other options
 and compare what comes out.  ``gradient_order`` chooses among orders of backward, ``gathers`` what stays gathered within

@@ -1,4 +1,4 @@
-"""How the gradients of micro-batches are added up from stage 2 on: each rank its part, or all of them.
+"""Chooses how the gradients of micro-batches are added up from stage 2 on: each rank its part, or all of them.
 
 A part is reduced once a micro-batch, as stage 2 reduces a gradient as soon as it is made; a whole accumulator is
 reduced once a step, for more memory.  A memory budget decides; without one it is parts, and the plan says the price.
@@ -51,6 +51,6 @@ def _sent(one: Candidate) -> float:
 
 
 def _whole(one: Candidate) -> int:
-    """What accumulators would be that no rank has split; of a tensor that its user has split, all of it."""
+    """The bytes of accumulators if no rank splits them; of a tensor that its user has split, those of the whole."""
     rooms = (node for node in one.graph.nodes if node.target is ops.accumulator)
     return sum(value.tensor_type(node).nbytes for node in rooms if value.role_of(node) is not None)

@@ -45,11 +45,11 @@ class Limits:
         return self.less(self.total, self.activations)
 
     def over(self, total: int, activations: int) -> int:
-        """How many bytes too many these are, 0 or less for none."""
+        """The number of bytes above the limits, 0 or less if within them."""
         return max(total - self.total, activations - self.activations)
 
     def excess(self, memory: EstimatedMemory) -> tuple[int, int]:
-        """How many bytes too many, 0 or less for none, and all that lies above over time."""
+        """The number of bytes above the limits, 0 or less if within them, and the sum of those above over time."""
         beyond = memory.total - self.total, memory.activations - self.activations
         return max(int(nbytes.max()) for nbytes in beyond), sum(int(np.maximum(nbytes, 0).sum()) for nbytes in beyond)
 
@@ -59,7 +59,7 @@ class Limits:
         return is_total, int((memory.total if is_total else memory.activations).argmax())
 
     def less(self, total: int, activations: int) -> Limits:
-        """Lower by these."""
+        """Return limits that are lower by these bytes."""
         pairs = (self.total, total), (self.activations, activations)
         return Limits(*(limit if limit == ANY else limit - nbytes for limit, nbytes in pairs))
 
@@ -68,7 +68,7 @@ class Limits:
         return self.total <= other.total and self.activations <= other.activations
 
     def halfway(self, other: Limits) -> Limits:
-        """Those between these and ``other``."""
+        """Return the limits halfway to ``other``."""
         return Limits((self.total + other.total) // 2, (self.activations + other.activations) // 2)
 
 
@@ -94,7 +94,7 @@ def does_not_fit(budget: Budget, tried: Sequence[Candidate], options: Options) -
 
 
 def _advice(category: str, stage: int) -> str:
-    """What lowers a category of the peak."""
+    """Name the setting that lowers a category of the peak."""
     if category in ("activations", "temporaries"):
         return "more micro-batches (config.set_gradient_accumulation_steps(n)), or fewer samples per rank"
     if category == "communication":

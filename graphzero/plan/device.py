@@ -1,4 +1,4 @@
-"""What a machine can do, as numbers in a file: what seconds of a step are modelled by.
+"""A device's speeds, as numbers in a file, from which seconds of a step are modelled.
 
 An op takes the longer of its arithmetic at the peak and its bytes at the peak, divided by the share of the peak that
 such an op reaches (the roofline model: Williams, Waterman and Patterson, 2009).  A file says where its numbers are
@@ -150,7 +150,7 @@ class Device:
         return max(bounds) / self.reached.get(op, self.reached.get(bound, 1.0))
 
     def link(self, placement: Placement, axis: str) -> Link:
-        """What ranks pay along an axis: its own link, or that of the widest way that it leads over, for as many ranks.
+        """The link of an axis: its own, or that of the widest way that it leads over, for as many ranks.
 
         Raises ConfigError where the device says nothing of it.
         """
@@ -171,7 +171,7 @@ class Device:
         return price
 
     def host_link(self) -> Link:
-        """What copies to and from host memory cost.  Raises ConfigError where the device says nothing of it."""
+        """The link to and from host memory.  Raises ConfigError where the device does not describe it."""
         if HOST_MEMORY not in self.links:
             raise ConfigError(
                 f"device {self.name} says nothing of the link to host memory, where this step keeps states; add "
@@ -188,7 +188,7 @@ class Device:
 
 
 def meeting(name: str, way: str) -> int:
-    """How many ranks meet over a link of this name, "inside 2"; 0 where it is not of that way, or says no number."""
+    """The number of ranks that share a link of this name, "inside 2"; 0 if it is of another way, or has no number."""
     words = name.split()
     return int(words[1]) if len(words) == 2 and words[0] == way and words[1].isdecimal() else 0
 

@@ -46,7 +46,7 @@ def param_bytes(graph: StepGraph) -> dict[str, int]:
 
 
 def _seconds(graph: StepGraph, plan: Plan) -> defaultdict[str, float]:
-    """What gathering each parameter in backward takes: its share, by bytes, of the collectives that move it."""
+    """The seconds of gathering each parameter in backward: its share, by bytes, of the collectives that move it."""
     sizes, seconds = param_bytes(graph), defaultdict[str, float](float)
     for c in plan.collectives:
         if c.phase == "backward" and c.what_for == "parameters":
@@ -59,7 +59,7 @@ def _seconds(graph: StepGraph, plan: Plan) -> defaultdict[str, float]:
 def _changes(
     pairs: Sequence[tuple[fx.Node, fx.Node]], at: Liveness, spans: Mapping[Storage, StorageSpan]
 ) -> list[tuple[int, int, int]]:
-    """What keeping changes: the storages of backward are not made, those of forward serve their readers.
+    """The changes that keeping makes: the storages of backward are not made, those of forward serve their readers.
 
     A storage of forward lives on only for readers that are not themselves made again."""
     made_again = {again for _, again in pairs}

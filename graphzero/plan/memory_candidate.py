@@ -40,12 +40,12 @@ class MemoryCandidate(NamedTuple):
 
     @property
     def freed_per_second(self) -> float:
-        """What counts where candidates are made again."""
+        """The value of a candidate that is recomputed: bytes freed per second."""
         return self.freed / (self.seconds + 1e-9)
 
     @property
     def saved_per_byte(self) -> float:
-        """What counts where candidates are held: seconds."""
+        """The value of a candidate that is held: seconds saved per byte."""
         return self.seconds / max(self.freed, 1)
 
 
@@ -88,7 +88,7 @@ def _hold(total: Bytes, candidate: MemoryCandidate, times: int = 1) -> None:
 
 
 class KnapsackState(NamedTuple):
-    """What is taken so far.  last: the last item, and the state before it was taken."""
+    """The items taken so far.  last: the last item, and the state before it was taken."""
 
     weight: int
     value: float

@@ -93,7 +93,7 @@ class MemoryEstimate:
         self._read_phases(at)
 
     def _read_phases(self, at: Liveness) -> None:
-        """What forward, and what backward, reads of each storage."""
+        """The readers of each storage in forward, and in backward."""
         phases = [value.phase_of(node) if node.op == "call_function" else "" for node in at.nodes]
         self.is_forward = np.array([phases[i] == "forward" for i in self.spans.begin], dtype=bool)
         readers = [at.readers[span.storage] for span in self.spans.storages]
@@ -163,7 +163,7 @@ class MemoryEstimate:
         )  # fmt: skip
 
     def _copies(self, gone: set[int]) -> tuple[Insertions, set[int]]:
-        """Where ops run again, and all values that are computed again."""
+        """The places where ops run again, and all values that are recomputed."""
         insertions, copies = Insertions(), set[int]()
         for i, operands in self.backward:
             unvisited = [x for x in operands if x not in copies and self.maker[x] in gone]

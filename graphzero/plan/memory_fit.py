@@ -68,7 +68,7 @@ class MemoryFit:
         return self._recomputing(self.search.least()[0])
 
     def recomputing(self, limits: Limits, plain: Candidate) -> Options:
-        """What computes least again of all whose plan is within the limits; if none is, the nearest that was found.
+        """The choices that recompute least, among those whose plan is within the limits; if none is, the nearest one.
 
         plain: the program that computes nothing again.
         """
@@ -129,7 +129,7 @@ class MemoryFit:
         return {path: [(first.name, again.name) for first, again in nodes] for path, nodes in pairs.items()}
 
     def _filled(self, budget: int, nothing: Candidate) -> Candidate:
-        """What fits and costs least, of those that are tried; ``nothing`` keeps nothing."""
+        """The cheapest choice that fits, of those that are tried; ``nothing`` keeps nothing."""
         limits, total = Limits(total=budget), liveness(nothing.graph).total()
         candidates = gather_candidates(nothing.graph, nothing.plan, self.pairs)
         programs = {NOTHING_KEPT: nothing}
@@ -175,7 +175,7 @@ class MemoryFit:
 
 
 def recompute_choices(search: MemorySearch, limits: Limits, plain: TriedProgram) -> Choices[Ops, Ops]:
-    """What computes least again of all whose plan is within the limits; if none is, the nearest that was found.
+    """The choices that recompute least, among those whose plan is within the limits; if none is, the nearest one.
 
     plain: what the program needs that computes nothing again.
     """

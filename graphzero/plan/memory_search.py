@@ -90,7 +90,7 @@ class MemorySearch:
     def _candidates(
         self, ops: Ops, memory: EstimatedMemory, useless: set[str], is_total: bool, worst: int
     ) -> Iterator[MemoryCandidate]:
-        """What is held at a position for later, and could be computed again; of other micro-batches it is always."""
+        """The values held at a position that could be recomputed; those of other micro-batches are always held."""
         estimate, length, has_others = self.estimate, len(memory.total), self.estimate.others > 0
         is_there = (memory.begins <= worst) & (memory.ends >= worst) | has_others
         later = is_there & (memory.first_late_read < length)

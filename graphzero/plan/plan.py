@@ -1,4 +1,4 @@
-"""What one step costs, read off the final program before anything runs: bytes of memory, bytes on the wire.
+"""The cost of one step, computed from the final program before anything runs: bytes of memory, bytes sent.
 
 The plan walks the program as the eager executor does and counts by the same tables (``ir.storage``, ``ir.layout``).
 All figures are of the fullest rank.
@@ -103,7 +103,7 @@ class PipelineMember:
 
 @dataclass(frozen=True)
 class PipelineEdge:
-    """What one rank of a stage sends to one of another: bytes of a message, and the messages of a step."""
+    """The messages that one rank of a stage sends to one of another: bytes of each, and their number in a step."""
 
     source: int
     target: int
@@ -154,7 +154,7 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one call of a program costs one rank.
+    """The cost of one call of a program for one rank.
 
     memory: see ``MemoryPlan``.  collectives: every call, in program order.  padding_bytes: bytes on the wire that
     only fill up uneven pieces (part of ``comm_bytes``).  comm_volume: elements of parameters and gradients that one
@@ -407,7 +407,7 @@ def pieces_at_peak(graph: StepGraph, axis: str, arena: Arena | None = None) -> i
 
 
 def _at_peak(graph: StepGraph, arena: Arena | None) -> list[StorageSpan]:
-    """What is there when a call peaks."""
+    """The storages that exist when a call peaks."""
     worst = int(np.sum([*memory_over_time(graph, None, arena).values()], axis=0).argmax())
     return [span for span in liveness(graph).spans() if span.begin <= worst <= span.end]
 

@@ -1,4 +1,4 @@
-"""How much an op computes and moves, and how long that takes on a device.
+"""The arithmetic and bytes of an op, and its seconds on a device.
 
 Operations are counted by the formulas of torch's own ``torch.utils.flop_counter``, bytes by what an op reads and
 writes once.  What is computed again in backward is chosen by the seconds of ``plain`` devices, whose rates are fixed by
@@ -52,7 +52,7 @@ DROPPING = {
 
 
 class OpWork(NamedTuple):
-    """What one op does on one rank.  op: its name.  dtype: of the arithmetic.  nbytes: read and written."""
+    """The work of one op on one rank.  op: its name.  dtype: of the arithmetic.  nbytes: read and written."""
 
     op: str
     dtype: str
@@ -83,7 +83,7 @@ def seconds_of(at: Liveness, node: fx.Node, device: Device) -> float:
 
 
 def work_of(at: Liveness, node: fx.Node) -> OpWork | None:
-    """What an op of a local graph does on the fullest rank; None for what does nothing: views, names, numbers.
+    """The work of an op of a local graph on the fullest rank; None where there is none: views, names, numbers.
 
     Transfers are not asked for: see ``packing``.
     """
@@ -115,7 +115,7 @@ def work_of(at: Liveness, node: fx.Node) -> OpWork | None:
 
 
 def packing(layout: TransferLayout) -> tuple[OpWork, OpWork] | None:
-    """What it takes to lay values into the buffer of a transfer, and out of it; None where it has no buffer.
+    """The work of packing values into the buffer of a transfer, and out of it; None where it has no buffer.
 
     Where values are cast on their way, a rank's own piece is laid down even without one.
     """
@@ -149,7 +149,7 @@ def _writing(at: Liveness, node: fx.Node) -> OpWork | None:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """What an op reads, each once: not where its result is put."""
+    """The operands that an op reads, each once, without those that its result is written to."""
     return list(dict.fromkeys(value.own_operands(node)))
 
 

@@ -16,7 +16,7 @@ NOTABLE = 1 / 8  # of the peak: what is smaller is not tried
 
 
 def region_of(variants: Variants, options: Options) -> RowRegion:
-    """What is computed in tiles by these options.  Raises NoRegion where nothing is."""
+    """Return the region that these options compute in tiles.  Raises NoRegion where there is none."""
     return row_region(variants.before("tile_rows", options), options.tiles)
 
 

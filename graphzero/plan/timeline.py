@@ -1,4 +1,4 @@
-"""When each op of a step runs, by a device's numbers: what the plan knows of bytes, told in seconds.
+"""The times at which ops of a step run, by a device's numbers.
 
 The program is walked in its order, as the executor does.  Ops queue up on one compute stream, transfers on one stream
 for each placement axis, copies between a GPU and host memory on one for each direction; a CPU makes these itself.  What
@@ -79,7 +79,7 @@ class Timeline:
 
 
 class _Step(NamedTuple):
-    """What is done at one node: ops, then a transfer that begins, then one that is awaited, then ops again."""
+    """The work at one node: ops, then a transfer that begins, then one that is awaited, then ops again."""
 
     node: fx.Node
     work: tuple[tuple[OpWork, float], ...] = ()
@@ -99,7 +99,7 @@ def timeline(graph: StepGraph, device: Device) -> Timeline:
 
 
 def _step(at: Liveness, node: fx.Node, device: Device) -> _Step | None:
-    """What is done at a node; None for nothing."""
+    """The work at a node; None if there is none."""
     layout = at.layouts.get(node)
     if layout is not None:
         moves = layout.moves
@@ -180,7 +180,7 @@ class _Clock:
         self._events.append(Event(node.name, COMPUTE, work.op, phase, begin, self._compute, work.nbytes, work.flops))
 
     def _started(self) -> float:
-        """When the next op may run: the host has started it, and the one before it is done."""
+        """The time at which the next op may run: the host has started it, and the one before it is done."""
         if self._device.runs_ahead:
             self._host += self._device.call
             self._waited += max(self._host - self._compute, 0.0)

@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def cost(self) -> tuple[float, float, int]:
-        """What of two programs of a stage is better: less of it."""
+        """The cost by which programs of one stage are compared; less is better."""
         return self.plan.comm_seconds or 0.0, self.plan.comm_bytes, len(self.plan.collectives)
 
     def decided(self, *before: str, behind: str = "") -> Candidate:
@@ -75,7 +75,7 @@ class Variants:
         return self._made
 
     def before(self, name: str, options: Options) -> StepGraph:
-        """What the built-in pass ``name`` is given, or would be if it were there; callers may change it."""
+        """The graph that the built-in pass ``name`` is given, or would be if it were there; callers may change it."""
         passes = default_passes(options, self.own, until=name)
         graph = self._run(passes)
         self._given = (graph, self._ran[len(passes) - 1][1]) if passes else None
@@ -115,7 +115,7 @@ class Variants:
         return graph
 
     def _shared(self, passes: Sequence[Pass]) -> int:
-        """How many passes the list begins with as the last run did."""
+        """The number of passes at the beginning of the list that the last run had too."""
         pairs = zip(passes, (one for one, _ in self._ran), strict=False)
         return sum(1 for _ in takewhile(lambda pair: _alike(*pair), pairs))
 

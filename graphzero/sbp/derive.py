@@ -300,7 +300,7 @@ def _is_real(dtype: torch.dtype) -> bool:
 
 
 def _unread(bound: _Bound) -> Iterator[Signature]:
-    """Whatever is partial in an operand of which only the shape is read, the outputs are whole."""
+    """Signatures with partial operands of which only the shape is read: the outputs are whole."""
     present = [i for i, m in enumerate(bound.given) if isinstance(m, TensorMeta)]
     outputs = tuple(B for m in bound.results if m is not None)
     for i in present:

@@ -73,7 +73,7 @@ def sections_at(nd: Nd, hierarchy: Sequence[int], axis: int) -> int:
 
 
 def steps_of(shape: Sequence[int], nd: Nd) -> list[int]:
-    """How far apart neighbours in a rank's piece are in each dim: the length of a section, 1 where there is only one.
+    """The distance between neighbours in a rank's piece in each dim: the length of a section, 1 if there is only one.
 
     So where each rank has one place of a section; ``nd`` is without what cuts nothing.
     """

@@ -108,7 +108,7 @@ def check_sharding(schedule: PipelineSchedule) -> None:
 
 
 def _misplacement(schedule: PipelineSchedule, row: int, action: Action) -> str:
-    """Why ``action`` cannot stand in ``row``; empty if it can."""
+    """Say why ``action`` cannot stand in ``row``; "" if it can."""
     stage, kind = action.stage, action.kind
     if not 0 <= stage < schedule.stages:
         return f"is of stage {stage}, but there are {schedule.stages} stages, 0 to {schedule.stages - 1}"

@@ -1,4 +1,4 @@
-"""How many micro-batches a stage keeps values for, cell by cell."""
+"""The number of micro-batches that a stage keeps values for, cell by cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which communicators a lowered schedule needs, where a communicator runs what is launched on it in turn.
+"""The communicators that a lowered schedule needs, where a communicator runs its launches in turn.
 
 So does NCCL: on one rank, sends and receives of one communicator are one queue, in launch order, and each waits at the
 head of its queue until the matching one is at the head of the peer's.  Actions are one more queue a rank, and wait for

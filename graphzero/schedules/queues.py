@@ -13,7 +13,7 @@ Queue = TypeVar("Queue", bound=Hashable)
 
 @dataclass(frozen=True)
 class Stop(Generic[Item]):
-    """Where a queue stands still.  head: the first item that does not run; needed: the item that it waits for."""
+    """A queue that has stopped.  head: the first item that does not run; needed: the item that it waits for."""
 
     head: Item
     needed: Item

@@ -1,4 +1,4 @@
-"""How many receive buffers each edge of a pipeline needs.
+"""The number of receive buffers that each edge of a pipeline needs.
 
 An edge is a stage boundary and a direction, not a pair of ranks: the stages of one rank would block each other.
 The model: a rank runs its row; a send blocks it until a slot of the edge is free, or until the receiver stands at the

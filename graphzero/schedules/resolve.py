@@ -41,7 +41,7 @@ def resolve_schedule(
 
 
 def count_stages(given: str | PipelineSchedule, ranks: int) -> int:
-    """How many stages the schedule ``given`` is for; of a name, as many as it has by itself on so many ranks.
+    """Count the stages of the schedule ``given``; of a name, as many as it has by default on so many ranks.
 
     Raises ScheduleError for a file that is no schedule.
     """

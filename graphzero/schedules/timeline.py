@@ -1,4 +1,4 @@
-"""When each action runs, given what actions and transfers cost."""
+"""The times at which actions run, given the costs of actions and transfers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ScheduleCosts:
     transfers: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     def action_seconds(self, action: Action) -> float:
-        """How long a rank is busy with ``action``, which is not an OVERLAP."""
+        """The seconds that a rank is busy with ``action``, which is not an OVERLAP."""
         stage, kind = action.stage, action.kind
         if kind is B and (stage, kind) not in self.actions:
             return self.action_seconds(Action(stage, INPUT)) + self.action_seconds(Action(stage, WEIGHT))
@@ -107,7 +107,7 @@ def time_order(schedule: PipelineSchedule) -> list[Position]:
 
 
 def _transfer_seconds(schedule: PipelineSchedule, costs: ScheduleCosts, stage: int, value: Value) -> float:
-    """How long ``value`` travels to ``stage``, from when it is there and its receive is posted."""
+    """The seconds that ``value`` takes to ``stage``, from when it is there and its receive is posted."""
     source = {RECEIVE_F: stage - 1, RECEIVE_B: stage + 1}.get(value[1], value[0])
     is_local = schedule.stage_ranks[source] == schedule.stage_ranks[stage]
     return 0.0 if is_local else costs.transfers.get((source, stage), 0.0)

@@ -39,7 +39,7 @@ class Dependencies:
         self.is_lowered = is_lowered(schedule)
 
     def needed_values(self, action: Action) -> Iterator[Value]:
-        """What must exist before ``action`` can run."""
+        """The values that must exist before ``action`` can run."""
         stage, kind, micro_batch = action.stage, action.kind, action.micro_batch
         for part in action.parts:
             yield from self.needed_values(part)

@@ -86,7 +86,7 @@ def check_names(graph: type, base: type) -> None:
 
 
 def missing_attribute(graph: type, name: str, constructed: bool) -> Exception:
-    """Why a Graph has no such attribute."""
+    """Say why a Graph has no such attribute."""
     if not constructed and (name in _OWN or (name.startswith("_") and not name.startswith("__"))):
         return ConfigError(f"{graph.__name__}.__init__ must call super().__init__() before the Graph is used")
     ask = f"; a Graph is not a module: ask its modules, as graph.model.{name}" if hasattr(nn.Module, name) else ""

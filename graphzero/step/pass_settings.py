@@ -69,7 +69,7 @@ def program_of(
 def _stage_request(
     settings: Settings, members: int, planned_modules: tuple[str, ...], budget: Budget | None
 ) -> StageRequest:
-    """What ``set_stage("auto")`` asks for."""
+    """The request of ``set_stage("auto")``."""
     assert settings.auto_stages is not None
     stages, device = settings.auto_stages
     if stages is None:

@@ -1,4 +1,4 @@
-"""Whatever build does to Python objects while it is written down, they are afterwards as they were.
+"""Restores Python objects that build changes while it is traced.
 
 What is kept: attributes and containers (dicts, lists, sets, deques, one in another) of the Graph, its modules and the
 objects that hang off these; gradients and flags of their tensors; globals, shared variables and classes that build and

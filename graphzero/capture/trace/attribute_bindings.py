@@ -124,7 +124,7 @@ class AttributeBindings:
                     yield (path, register, name), x
 
     def _reason(self, place: Place, before: Any, after: Any, now: dict[Place, Any]) -> tuple[str, str] | None:
-        """Why a step cannot carry on what build has bound, and what to do."""
+        """The reason why a step cannot carry on an attribute that build has bound, and what to do."""
         path, register, name = place
         what = f"{_KINDS[register]} {path}.{name}"
         if register != "_buffers":

@@ -1,4 +1,4 @@
-"""Where large temporaries of a step lie in one buffer that stays from step to step: planned offsets, from lives alone.
+"""Plans offsets of a step's large temporaries in one buffer that stays from step to step, from their lives alone.
 
 A block of memory that is asked for and given back in every step costs its pages each time: the kernel maps and clears
 them.  In a buffer that stays they are there.  Values whose lives overlap lie apart, others may lie on one another; by

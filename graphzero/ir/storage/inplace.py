@@ -68,7 +68,7 @@ def over_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def times_read(node: fx.Node) -> Mapping[fx.Node, int]:
-    """How often each operand occurs in the op's own arguments; ``out=`` does not count."""
+    """The number of times that each operand occurs in the op's own arguments; ``out=`` does not count."""
     return Counter(value.flat_nodes((node.args, value.own_kwargs(node))))
 
 

@@ -54,7 +54,7 @@ class EventRecord(NamedTuple):
 
 
 class EventWait(NamedTuple):
-    """What a stream is given from now on runs behind what an event has taken note of."""
+    """A stream's wait for an event: work issued from here on runs after all that the event has recorded."""
 
     event: int
     stream: str
@@ -135,7 +135,7 @@ class StreamEvents:
                 yield from self._results(moves.members[0])
 
     def _accesses(self, one: Instruction) -> tuple[Iterable[Region], Iterable[Region]]:
-        """What an instruction of the stream that computes reads and writes."""
+        """The reads and writes of an instruction of the compute stream."""
         node = one.node
         reads: set[Region] = {storage for _, storage in read_by(node, self.roots) if storage is not None}
         if one.kind is InstructionKind.CALL:

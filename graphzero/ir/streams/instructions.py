@@ -1,4 +1,4 @@
-"""What a process issues for a program, in order: the one list that executors run and that ``check_streams`` examines.
+"""The instructions that a process issues for a program, in order: executors run them, ``check_streams`` examines them.
 
     b = mul(a, 2.0)                              CALL
     l = launch('bucket_all_gather', 0, [b, c])   PACK  BEGIN     b and c may go from here on
@@ -82,7 +82,7 @@ class InstructionList:
 
 
 def begun_by(node: fx.Node) -> fx.Node:
-    """What has begun the transfer or the copy that ``node`` waits for; ``node`` itself where it begins one."""
+    """The node that begins the transfer or the copy that ``node`` waits for; ``node`` itself where it begins one."""
     return value.operand(node) if node.target is ops.wait or node.target in ops.HOST_WAITS else node
 
 

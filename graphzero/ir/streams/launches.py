@@ -1,4 +1,4 @@
-"""What each rank gives its communicators in a step, in order, and the law of that order.
+"""The transfers that each rank launches on its communicators in a step, in order, and the law of that order.
 
 NCCL does not promise that two communicators of a rank go on independently.  So what a rank launches is taken as one
 queue, in which a collective waits until it is at the head of the queues of all its ranks.  Ranks may differ in what
@@ -40,7 +40,7 @@ class RankLaunch(NamedTuple):
 
 
 def list_rank_launches(graph: StepGraph, rank: int) -> list[RankLaunch]:
-    """What a rank launches in a step of a final program; a transfer of several runs of elements is one for each."""
+    """List a rank's launches in a step of a final program; a transfer of several runs of elements is one for each."""
     at = liveness(graph)
     begun = (at.layouts[at.nodes[i]] for i in at.turns if at.nodes[i] in at.transfers)
     return [launch for layout in begun for launch in _launches_of(graph, layout, rank)]

@@ -179,9 +179,9 @@ class AttentionRing:
             result.replace_all_uses_with(query_sum)
 
     def _blocks(self, like: fx.Node) -> Iterator[tuple[int, list[fx.Node]]]:
-        """How far each block of keys and of values has come, and the operands of attention that are made of it.
+        """For each hop, the operands of attention that are made of the current block of keys and of values.
 
-        The next one is sent on its way before.
+        The next block is sent before these are used.
         """
         blocks = [value.operand(keys.gather) for keys in self.travelling]
         for hop in range(self.ranks):
@@ -213,7 +213,7 @@ class AttentionRing:
         )
 
     def _follow(self, x: fx.Node, views: Sequence[fx.Node], like: fx.Node) -> fx.Node:
-        """What ``views`` make of a whole, made of the pieces."""
+        """Apply to the pieces what ``views`` do to the whole."""
         for node in views:
             sbp = _result(self.graph, node, self.number, value.nd_of(x)[self.number])
             assert sbp is not None

@@ -144,7 +144,7 @@ class ExpertRegion:
         return [str(sbp) if i == self.axis else FREE for i in range(len(self.graph.placement.names))]
 
     def _enter(self, node: fx.Node, x: fx.Node, sbp: Sbp) -> fx.Node:
-        """What a rank holds of ``x``: all of it, or what is of its groups."""
+        """A rank's part of ``x``: all of it, or that of its groups."""
         if (x, sbp) not in self.entered:
             if sbp is B and self.graph.placement.names[self.axis] in self.graph.placement.batch_axes:
                 _gather_before_copies(self.graph, self.axis, x)
@@ -165,7 +165,7 @@ class ExpertRegion:
         return self.whole[x]
 
     def _others(self, w: DefinitionWriter, x: fx.Node) -> fx.Node:
-        """Which rows are of other ranks, in a shape that goes with ``x``."""
+        """A mask of the rows that belong to other ranks, in a shape that broadcasts to ``x``."""
         shape, dim = value.tensor_type(x).shape, self.row_dims[x]
         assert isinstance(dim, int)
         if shape[dim] not in self.others:

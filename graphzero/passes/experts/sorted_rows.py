@@ -48,7 +48,7 @@ NEVER = (AS_LOCAL, AS_GLOBAL, GROUPED_MM, UNIFORM_LIKE, STOCHASTIC_ROUND)  # the
 
 
 class RowKind(Enum):
-    """What a rank's value is, for the sort of its own rows, to that for the sort of all rows."""
+    """The relation of a rank's value, made from a sort of its own rows, to the value made from a sort of all rows."""
 
     SORTED = auto()  # rows, in the order of the sort
     NUMBERS = auto()  # sorted rows: the number of each among the rows as given, divided by ``unit``
@@ -61,7 +61,7 @@ class RowKind(Enum):
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of a rank's value.  sbp: how those of the ranks lie in that of all, up to the order of rows."""
+    """A fact about a rank's value.  sbp: how those of the ranks lie in that of all, up to the order of rows."""
 
     kind: RowKind
     sbp: Sbp

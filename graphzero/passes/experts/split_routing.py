@@ -189,7 +189,7 @@ class RegionWriter:
         return op.enters[x] if x in op.enters else self.rows.facts[x].sbp if x in self.rows.facts else S(0)
 
     def _operand(self, node: fx.Node, op: RowOp, x: fx.Node) -> fx.Node:
-        """What a rank has of an operand."""
+        """A rank's part of an operand."""
         if x is op.numbered:
             return DefinitionWriter(self.graph, node)(
                 aten.arange.default, self.rows.rows // self.rows.parts, **x.kwargs

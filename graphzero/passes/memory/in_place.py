@@ -75,7 +75,7 @@ _WHOLE = (ops.accumulate, ops.accumulate_mm, ops.to_device_wait)  # what they wr
 
 
 class _Storages:
-    """Who reads which storage last, while results move in with others.  dropped: assigns in vain -> their values."""
+    """The last reader of each storage, while results take over storages.  dropped: assigns in vain -> their values."""
 
     def __init__(self, graph: StepGraph):
         self.graph, self.device = graph, graph.placement.device_type

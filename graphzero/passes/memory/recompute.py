@@ -132,7 +132,7 @@ class ForwardOps:
         self.free = {one: None for one in makers if one not in self.gathers and not self.why_held(one)}
 
     def why_held(self, maker: fx.Node) -> str:
-        """Why an op is not to run again; "" if it may."""
+        """Say why an op is not to run again; "" if it may."""
         target: Any = maker.target
         if target in _NEVER_RECOMPUTED:
             return f"{op_name(target)} runs once"

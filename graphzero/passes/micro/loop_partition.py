@@ -144,7 +144,7 @@ class LoopPartition:
         return epilogue
 
     def _read_per_micro_batch(self, among: set[fx.Node]) -> set[fx.Node]:
-        """Those of ``among`` that a value per micro-batch reads, directly or through others of them."""
+        """The nodes of ``among`` that a value per micro-batch reads, directly or through others of them."""
         read: set[fx.Node] = set()
         for node in reversed(self.nodes):
             if node in among and any(self.is_per_micro_batch(user) or user in read for user in self._readers(node)):

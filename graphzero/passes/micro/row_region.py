@@ -32,7 +32,7 @@ NEVER = (AS_LOCAL, AS_GLOBAL, CHECK, UNIFORM_LIKE)  # they speak of all rows at 
 
 
 class NoRegion(Exception):
-    """Why rows cannot be computed in tiles."""
+    """Raised where rows cannot be computed in tiles, with the reason."""
 
 
 @dataclass

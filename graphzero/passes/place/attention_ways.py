@@ -61,7 +61,7 @@ class PlannedPin:
 
 
 def split_sequence(axis: AxisPropagation, node: fx.Node) -> SplitSequence | None:
-    """What an attention does on an axis where it reads pieces of a sequence; None where it reads none of keys."""
+    """Return the way of an attention on an axis where it reads pieces of a sequence; None if it reads none of keys."""
     sbps = [axis.sbp(operand) for operand in value.tensor_operands(node)[:3]]
     is_split = [sbp.is_split and sbp.dim == SEQUENCE for sbp in sbps]
     if not any(is_split[1:]) or not all(split or sbp is B for split, sbp in zip(is_split, sbps, strict=True)):

@@ -198,7 +198,7 @@ class AxisPropagation:
         return options
 
     def misfit(self, node: fx.Node, signature: Signature, others: dict[int, Signature] | None = None) -> str:
-        """Why a signature does not go with what the op does on the other axes, "" if it does.
+        """Say why a signature cannot be combined with what the op does on the other axes; "" if it can.
 
         others: the latter, where it has been asked for.
         """
@@ -270,7 +270,7 @@ def _split(have: Sequence[Sbp]) -> frozenset[tuple[int, int]]:
 
 
 def _barred(node: fx.Node, signature: Signature, split: Set[tuple[int, int]]) -> str:
-    """Why a signature is not considered, "" if it is.  split: as ``signature.splits``, of how the operands stand."""
+    """Say why a signature is not allowed; "" if it is.  split: as ``signature.splits``, of how the operands stand."""
     if signature.splits and split.isdisjoint(signature.splits):
         return "would split where no operand is split so yet"
     if any(signature.inputs[k].is_partial for k, _ in split):

@@ -1,4 +1,4 @@
-"""What reads a slice of rows up to a loss over classes and back, and may compute all rows instead.
+"""Finds the ops between a slice of rows and a loss over classes that may compute all rows instead.
 
 Rows stand in a dim of each value: S(dim, sections) says so as a split of them would.  What an op's rule allows for rows
 that are split says what it does with each row by itself, so it tells which ops may compute further rows.
@@ -62,7 +62,7 @@ def _bounds(node: fx.Node, shape: Sequence[int]) -> tuple[int, range]:
 
 @dataclass(frozen=True)
 class SlicedRegion:
-    """What depends on rows that a slice keeps of a dim.
+    """The ops that depend on the rows that a slice keeps of a dim.
 
     node: the slice, of ``rows`` rows from ``start`` on of a dim of ``length``.
     places: each value whose rows are those of the slice -> where these are: S(dim, sections), all of them in each
@@ -84,7 +84,7 @@ class SlicedRegion:
 
     @property
     def whole(self) -> fx.Node:
-        """What is sliced."""
+        """The tensor that is sliced."""
         return value.operand(self.node)
 
     def whole_shape(self, shape: Sequence[int], place: Sbp) -> tuple[int, ...]:
@@ -131,7 +131,7 @@ class SlicedRegion:
         return node.target in LOSSES or self._admits_rows(node, signature)
 
     def _signature(self, node: fx.Node, sbps: Sequence[Sbp | None]) -> Signature | None:
-        """What an op does with operands that are cut so; None for any.  It does so with each row then."""
+        """The signature of an op for operands that are cut so, which then holds for each row; None if there is none."""
         sections = {sbp.sections for sbp in sbps if sbp is not None} - {1}
         for signature in calls.allowed_on(node, None, sections):
             if all(have is None or have is want for have, want in zip(sbps, signature.inputs, strict=True)):

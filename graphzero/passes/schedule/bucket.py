@@ -147,8 +147,9 @@ def _fits(members: list[fx.Node], node: fx.Node, position: dict[fx.Node, int], l
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who needs the result where it stands: a collective that carries it on along another axis can wait, and what adds
-    it up over micro-batches.
+    """The readers that need the result at its node.
+
+    A collective that carries it on along another axis can wait, and so can an op that adds it up over micro-batches.
     """
     for user in node.users:
         if user.target in WAITING:

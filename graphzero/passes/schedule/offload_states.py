@@ -207,7 +207,7 @@ def _fits(at: Liveness, bucket: _Bucket, other: _Bucket, limit: int) -> bool:
 
 
 def _begin_of_update(graph: StepGraph, first: fx.Node) -> fx.Node:
-    """Where the first bucket may set out: where the update begins, if it is the update that reads it."""
+    """The first place where a bucket's copy may begin: the start of the update, if the update reads it."""
     at = liveness(graph)
     section = at.section[first]
     return next(node for node in at.nodes if at.section[node] == section) if section[1] == "update" else first

@@ -299,7 +299,7 @@ class _Assignment:
     # ---- moves
 
     def _gradient_shares(self) -> list[fx.Node]:
-        """What is added up to the gradient of a parameter, and is computed on another stage than the sum."""
+        """The summands of a parameter's gradient that are computed on another stage than the sum."""
         shares: list[fx.Node] = []
         sums = [node for node in self.nodes if (role := value.role_of(node)) is not None and role.kind == "gradient"]
         while sums:

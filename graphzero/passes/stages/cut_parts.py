@@ -77,7 +77,7 @@ class _PartCutter:
     # ---- where each value is computed
 
     def _place_sums(self) -> None:
-        """What no stage has and micro-batches add up is the last stage's."""
+        """Put sums over micro-batches that have no stage on the last stage."""
         for node in self.nodes:
             if self.stages[node] is None and node.target in ops.WRITING:
                 self.stages[node] = self.count - 1
@@ -267,7 +267,7 @@ class _PartWriter:
         return key
 
     def read_value(self, node: fx.Node) -> fx.Node:
-        """What a value of the whole program is in this part: computed here, made here once more, or an input."""
+        """Return a value of the whole program in this part: computed here, recomputed here, or an input."""
         if node not in self.copies:
             self.copies[node] = self._read_anew(node)
         return self.copies[node]

@@ -14,7 +14,7 @@ from graphzero.ops import MOVE
 
 
 def micro_batch_program(graph: StepGraph, stages: Collection[int]) -> StepGraph:
-    """What one micro-batch computes on ``stages``, of a program on which ``AssignStages`` has put stages.
+    """Return the program of one micro-batch on ``stages``, of a program on which ``AssignStages`` has put stages.
 
     What it reads of other stages arrives by their moves, whose operands are ``saved`` placeholders, as is what the
     prologue makes; what it moves to other stages is read by the move alone.  Names are those of ``graph``.

@@ -33,7 +33,7 @@ AUTO_STAGES = 'set_stage("auto")'
 
 @dataclass(frozen=True)
 class StageRequest:
-    """What the cuts are to be.
+    """A request for automatic cuts into stages.
 
     count: of stages.  members: ranks along ``pp``.  device: whose seconds are evened out; None for parameters.
     planned: modules between which a model's own configuration cuts.
@@ -110,7 +110,7 @@ def _draft(graph: StepGraph, options: Options, own: Sequence[tuple[Pass, str]], 
 
 
 def _sum_by_unit(draft: Liveness, units: StageUnits, amounts: Iterable[tuple[fx.Node, float]]) -> list[float]:
-    """What all values of a unit's stage amount to."""
+    """The sum of all values of a unit's stage."""
     stages, sums = stages_of(draft.nodes), [0.0] * len(units.units)
     for node, amount in amounts:
         if (stage := stages[node]) is not None:
@@ -119,7 +119,7 @@ def _sum_by_unit(draft: Liveness, units: StageUnits, amounts: Iterable[tuple[fx.
 
 
 def _unit_seconds(draft: Liveness, units: StageUnits, device: Device) -> list[float]:
-    """What forward and backward of all micro-batches take, without what comes before and behind them.
+    """The seconds of forward and backward of all micro-batches, without what runs before and after them.
 
     Transfers run beside ops, and ops are started ahead, where the device does that.
     """
@@ -138,7 +138,7 @@ def _unit_seconds(draft: Liveness, units: StageUnits, device: Device) -> list[fl
 
 
 def _state_bytes(draft: Liveness) -> Iterator[tuple[fx.Node, float]]:
-    """What a rank holds of parameters, their gradients and states."""
+    """The bytes that a rank holds of parameters, their gradients and states."""
     return ((span.storage[0], float(span.nbytes)) for span in draft.spans() if span.category in SHARED)
 
 

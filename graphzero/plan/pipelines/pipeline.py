@@ -145,7 +145,7 @@ def plan_of_pipeline(graph: StepGraph, pipeline: PipelineProgram, links: Links =
 
 
 def list_edges(pipeline: PipelineProgram) -> Iterator[PipelineEdge]:
-    """What stages of different members send to each other while micro-batches run: a message for each value."""
+    """List the messages between stages of different members while micro-batches run: one for each value."""
     sent: set[tuple[ValueKey, int]] = set()
     for part in pipeline.parts.parts:
         at, member = liveness(part.graph), pipeline.member_of(part.key.stage)

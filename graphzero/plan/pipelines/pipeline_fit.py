@@ -142,7 +142,7 @@ class PipelineFit:
         return self._with(chosen)
 
     def _within(self, limits: Limits) -> dict[int, Ops]:
-        """What members compute again; those that are within the limits do not.
+        """The values that members recompute; members within the limits recompute none.
 
         Where some do, backward gathers parameters on all stages in front of what reads them.  Members that are above
         the limits only then are searched behind the others.
@@ -276,7 +276,7 @@ def _needs(memories: Mapping[int, MemoryPlan]) -> dict[int, TriedProgram]:
 def _traffic_choices(
     candidates: list[MemoryCandidate], limits: Limits, peak: int
 ) -> Choices[TrafficChoice, TrafficChoice]:
-    """What saves most seconds within the limit.  peak: with every gather and reduction in each micro-batch."""
+    """The choices that save most seconds in the limit.  peak: with every gather and reduction in each micro-batch."""
     total, seconds = np.array([peak], dtype=np.int64), {one.name: one.seconds for one in candidates}
 
     def choose(limits: Limits) -> tuple[TrafficChoice, int, int]:

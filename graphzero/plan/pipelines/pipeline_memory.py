@@ -135,7 +135,7 @@ class PipelineMemory:
         return next(self.parts[reader.part].given[name][0] for name, slot in slots.items() if slot == message.slot)
 
     def plan_member(self, member: int) -> PipelineMember:
-        """What the ranks of a member hold."""
+        """Plan the bytes that the ranks of a member hold."""
         pipeline, calls = self.pipeline, self.pipeline.calls_on(member)
         accumulators = set(pipeline.parts.accumulators)
         peak, at_peak, where, most = -1, dict.fromkeys(CATEGORIES, 0), "", 0

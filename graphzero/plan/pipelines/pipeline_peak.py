@@ -1,4 +1,4 @@
-"""What is there when the fullest rank of a pipeline peaks."""
+"""The storages that exist when the fullest rank of a pipeline peaks."""
 
 from __future__ import annotations
 

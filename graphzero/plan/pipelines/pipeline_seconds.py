@@ -1,4 +1,4 @@
-"""What the actions of a pipeline take by a device's numbers, and what its schedule makes of that."""
+"""The seconds of a pipeline's actions by a device's numbers, and of its schedule."""
 
 from __future__ import annotations
 

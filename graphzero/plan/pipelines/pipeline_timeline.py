@@ -1,4 +1,4 @@
-"""When the parts of a step on pipeline stages run, by a device's numbers, and how long the step takes.
+"""The times at which parts of a step on pipeline stages run, by a device's numbers, and how long the step takes.
 
 Each member of ``pp`` runs its calls in their order, each as early as what it reads is there.  A call takes what the
 timeline of its part takes; what is sent to another member arrives later by what the link along ``pp`` takes, and
@@ -100,7 +100,7 @@ def unit_seconds(pipeline: PipelineProgram) -> list[float]:
 
 
 def arrivals(pipeline: PipelineProgram, device: Device) -> Arrival:
-    """What each value takes over the link along ``pp``: a message of its bytes."""
+    """The seconds that each value takes over the link along ``pp``: a message of its bytes."""
     if pipeline.schedule.ranks == 1:
         return lambda _: 0.0
     link, nbytes = device.link(pipeline.placement, PIPELINE), dict[ValueKey, int]()

@@ -47,7 +47,7 @@ def choose_cuts(
 
 
 def _sums(values: Sequence[float]) -> Callable[[Group], float]:
-    """What the units of a group have together."""
+    """The sums over the units of a group."""
     before = [0.0, *accumulate(map(float, values))]
     return lambda group: before[group[2]] - before[group[1]]
 

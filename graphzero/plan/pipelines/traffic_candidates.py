@@ -53,7 +53,7 @@ def _candidate(name: str, nbytes: int, seconds: float) -> MemoryCandidate:
 def _seconds(
     graph: StepGraph, pipeline: PipelineProgram, options: Options
 ) -> tuple[dict[str, float], dict[int, float]]:
-    """What a step takes for gathering each parameter, and for reducing on each member, beyond doing it once."""
+    """The seconds of a step for gathering each parameter, and for reducing on each member, beyond doing it once."""
     count, sizes = options.micro_batches, param_bytes(graph)
     gathers, reductions = defaultdict[str, float](float), defaultdict[int, float](float)
     for part in pipeline.parts.parts:

@@ -75,7 +75,7 @@ def _check_collective(place: Placement, kind: str, axis: str) -> str:
 
 
 def _run_collective(world: World, kind: str, axis: str) -> list[Tensor]:
-    """What the ranks of this process receive; what a rank sends depends on its number alone."""
+    """Run a collective; return what ranks of this process receive.  What a rank sends depends on its number alone."""
     collective, ranks = COLLECTIVES[kind], world.placement.hierarchy[world.placement.axis(axis)]
 
     def numbers(rank: int, lines: Lines) -> Tensor:

@@ -36,7 +36,7 @@ SIZES, REPEAT = (1 << 14, 1 << 18, 1 << 22), 3  # of collectives that are timed
 
 @dataclass(frozen=True)
 class MachineReport:
-    """What is known of a machine and its ranks, by axis where it is of one.
+    """The facts about a machine and its ranks, by axis where it is of one.
 
     transports: how ranks talk.  links: as measured.  calibrated: as `graphzero calibrate` measured them before.
     """
@@ -104,7 +104,7 @@ def _placement(options: argparse.Namespace) -> Placement:
 
 
 def _transports(place: Placement) -> dict[str, str]:
-    """How ranks talk along each axis of several."""
+    """The transport of ranks along each axis of several."""
     if place.virtual:
         return {}
     backend = dist.get_backend()

@@ -1,4 +1,4 @@
-"""What torch's flight recorder says was launched, beside what a program launches.
+"""Compares the launches in torch's flight recorder with those of a program.
 
 The recorder keeps the last collectives of each process group of NCCL, where ``TORCH_NCCL_TRACE_BUFFER_SIZE`` is set
 when the groups are made.  ``compare_launches`` is a function of its dump alone.

@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def history_of(program: StepProgram, part: str | None) -> list[Record]:
-    """What passes did to the whole program, or to one part of it.  Raises ConfigError where there is no such part."""
+    """Return the history of the whole program, or of one part.  Raises ConfigError where there is no such part."""
     if part is None:
         return program.history
     pipeline = program.part.pipeline

@@ -100,7 +100,7 @@ def pipeline_data(
 
 
 def step_data(pipeline: PipelineProgram, device: Device) -> dict[str, Any]:
-    """What a planned step takes, without events: of the member of ``pp`` that is busy longest."""
+    """The seconds of a planned step, without events: of the member of ``pp`` that is busy longest."""
     step = pipeline_timeline(pipeline, device)
     parts = ("seconds", "compute", "communication", "exposed", "host")
     return {part: getattr(step, part) for part in parts} | {"sources": dict(device.sources), "rows": []}
@@ -170,7 +170,7 @@ def _same(numbers: list[list[int]], _: fx.Node) -> list[list[int]]:
 
 
 class RanksOfStages:
-    """Which ranks a stage is on, as numbers in the order of the placement."""
+    """The ranks of each stage, as numbers in the order of the placement."""
 
     def __init__(self, pipeline: PipelineProgram) -> None:
         self.pipeline, where = pipeline, pipeline.placement

@@ -181,7 +181,7 @@ class _Stack:
         self.stacked[alike[0]] = self._pinned(stack, self._shares())
 
     def _shares(self) -> list[Sbp]:
-        """How a stack is cut between its values.
+        """The shares by which a stack is cut between its values.
 
         Which go to which rank is free.  Pieces that several axes have cut get there by one exchange on each axis, the
         innermost first, if that one makes the outermost cut.

@@ -219,7 +219,7 @@ class _Flood:
         return WeightGroup(self.splits, self._ways(), flops, nbytes, sent, tuple(x.name for x in self.gathered))
 
     def _ways(self) -> dict[str, str]:
-        """How each weight is split, in the usual words of tensor parallelism."""
+        """The split of each weight, in the usual words of tensor parallelism."""
         rows = {x for node in self.partial for x in self._weights(node)}
         looked_up = {x for node in self.partial if node.target in READS_PLACES for x in self._weights(node)}
         kinds = {}

@@ -66,7 +66,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Proposal:
-    """How weights are split over the tensor axis of a grid.
+    """A proposal of how weights are split over the tensor axis of a grid.
 
     kinds: that are split so.  verdicts: of the kinds that were tried one by one.  plain: the layout with these splits.
     """

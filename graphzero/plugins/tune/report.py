@@ -50,7 +50,7 @@ def _table(shown: Sequence[Price]) -> list[str]:
 
 
 def why(worse: Price, better: Price) -> str:
-    """Why one layout takes longer than another, the main reasons first."""
+    """Say why one layout takes longer than another, the main reasons first."""
     total = worse.seconds - better.seconds
     if total <= ALIKE * better.seconds:
         more_memory = worse.peak - better.peak

@@ -59,7 +59,7 @@ class SearchResult:
 
 
 def _uneven(rows: int, data: int) -> str:
-    """Why so many data ranks are not tried, and which rows would do: the nearest multiples."""
+    """Say why so many data ranks are not tried, and which numbers of rows would do: the nearest multiples."""
     each, over = divmod(rows, data)
     near = [n for n in (each * data, (each + 1) * data) if n]
     return (
@@ -117,7 +117,7 @@ class Search:
         return self.result
 
     def _over(self, layout: Layout) -> str | None:
-        """Why a layout is not priced; None where it is."""
+        """Say why a layout is not priced; None where it is."""
         fastest = sorted(one.seconds for one in self.result.fitting)[: self.top]
         if len(fastest) == self.top and self._bounds[layout.axes].seconds(layout) > fastest[-1]:
             return BEHIND

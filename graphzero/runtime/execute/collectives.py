@@ -77,7 +77,7 @@ class Transfers:
             self.code.add(f"{settle}(e[{self.places.of[home]}], e[{self.places.of[pick]}])", node)
 
     def _place(self, node: fx.Node) -> int:
-        """Where what a collective works in stands while it is under way."""
+        """The place of a collective's buffer while the transfer is under way."""
         return self.places.buffers.get(node, self.places.of[node])
 
     def _pack_direct(self, launch: fx.Node, member: str, exchanges: list[Exchange]) -> None:

@@ -25,7 +25,7 @@ Cut = tuple[Shape, int, list[int]]  # seen in this shape: the dim, and how long 
 
 
 class Exchange:
-    """How one rank packs the members of ``layout`` and unpacks the results; computed once, from shapes alone."""
+    """The copies by which a rank packs the members of ``layout`` and unpacks results, computed from shapes alone."""
 
     def __init__(self, graph: StepGraph, layout: TransferLayout, world: World, local: int):
         self.layout = layout

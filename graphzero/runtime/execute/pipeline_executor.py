@@ -173,7 +173,7 @@ class PipelineExecutor:
         saved: dict[Slot, Sequence[Any]],
         left: Counter[Slot],
     ) -> ReleasedInputs:
-        """What a call is given.  What no later call reads is taken out of ``saved``."""
+        """Return the inputs of a call.  Those that no later call reads are removed from ``saved``."""
         part = self.pipeline.parts.parts[call.part]
         names = self.executors[call.part].program.inputs
         given = ReleasedInputs({name: inputs[name] for name in names if name in inputs})

@@ -104,7 +104,7 @@ class Replayed(Executor):
 
     @property
     def about(self) -> str:
-        """How the step runs now, in one line."""
+        """Say in one line how the step runs now."""
         if self.refusal:
             return f"CUDA graph: none, it runs op by op: {self.refusal}"
         if self._recording is None:

@@ -29,7 +29,7 @@ class _Range(ctypes.Structure):
 
 
 def obstacle() -> str:
-    """Why this process can neither read others nor be read; "" where the kernel may allow it."""
+    """Say why this process can neither read others nor be read; "" where the kernel may allow it."""
     if sys.platform != "linux" or _system_call() is None:
         return "this system has no process_vm_readv"
     return "" if namespace() is not None else "/proc does not say in which namespace it is"

@@ -55,7 +55,7 @@ class SharedMemoryExchange:
         raise NotImplementedError
 
     def bytes_from(self, q: int) -> int:
-        """How large rank q's piece is."""
+        """The bytes of rank q's piece."""
         raise NotImplementedError
 
     def wait(self) -> None:

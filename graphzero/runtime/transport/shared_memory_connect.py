@@ -1,4 +1,4 @@
-"""How the ranks of one axis connect to read each other's memory, or learn why they cannot."""
+"""Connects the ranks of one axis to read each other's memory, or reports why they cannot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Gather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class _Offer:
-    """How one rank can be read.
+    """The process and addresses by which one rank can be read.
 
     wish: of ``SWITCH``.  obstacle: why it cannot take part, or "".  host: of ``peer_memory.namespace``.
     name: of the Unix socket where it listens.  address, values: of a tensor that others read as a test.

@@ -85,7 +85,7 @@ class World(ABC):
 
     @property
     def under_way(self) -> str:
-        """What a stopped run has left for the next one to await; it must be equal on all ranks."""
+        """The transfers that a stopped run has left for the next one to await; they must be equal on all ranks."""
         return ", ".join(map(str, sorted(self.pending)))
 
     def coordinate(self, local: int) -> tuple[int, ...]:
