@@ -84,7 +84,7 @@ test-torch: .venv-torch-$(TORCH)/.ready
 	@touch $@
 
 # Step time, memory, first step, overhead and scaling beside DDP, FSDP2 and DeepSpeed on gloo ranks; writes the tables
-# of bench/results and docs/, and the plot.  Wants idle cores and three quarters of an hour; goes on where it was.
+# of bench/results and docs/, and the plot.  Wants idle cores and more than an hour; goes on where it was.
 # DeepSpeed is left out where it does not install.  MODELS=toy only shows that all of it runs.
 MODELS ?= A B conv
 bench: $(READY)
