@@ -6,6 +6,7 @@ import re
 import pytest
 from doc_blocks import PAGES, ROOT, Block, accepted, blocks_of, problems, run
 
+WITH_COMMANDS = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "bench" / "results").glob("*.md"))]
 PAGE = pytest.mark.parametrize("path", PAGES, ids=[path.name for path in PAGES])
 LONG = (  # pages whose blocks take seconds
     "debugging.md", "examples_of_passes.md", "experts.md", "loops.md", "optimizers.md", "precision.md",
@@ -33,21 +34,37 @@ def test_links_of_a_page_lead_to_files(path: pathlib.Path) -> None:
     assert not missing
 
 
-@PAGE
-def test_commands_of_a_page_exist(path: pathlib.Path) -> None:
+@pytest.mark.parametrize("path", WITH_COMMANDS, ids=lambda path: path.name)
+def test_commands_of_a_page_exist_with_their_options(path: pathlib.Path) -> None:
     page = path.read_text(encoding="utf-8")
-    commands = [line for block in blocks_of(page) if block.language == "bash" for line in block.text.splitlines()]
-    commands += re.findall(r"`((?:make|python|torchrun|pytest) [^`\n]+)`", _prose(path))
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     own = re.findall(r"^# (\w+\.py)", page, re.MULTILINE)
-    for command in commands:
+    for command in _commands(path):
         words = command.split("#")[0].split()
         if "make" in words:
             goals = [word for word in words[words.index("make") + 1 :] if "=" not in word]
             assert all(goal in targets for goal in goals), f"{command}: the Makefile has {targets}"
-        for word in words:
-            if word.endswith(".py"):
-                assert word in own or (ROOT / word).exists(), f"{command}: no file {word}"
+        script = next((word for word in words if word.endswith(".py")), None)
+        if script is not None and script not in own:
+            assert (ROOT / script).exists(), f"{command}: no file {script}"
+            options = {word.split("=")[0] for word in words[words.index(script) :] if word.startswith("--")}
+            assert options <= _options(ROOT / script), f"{command}: {script} has {_options(ROOT / script)}"
+
+
+def _commands(path: pathlib.Path) -> list[str]:
+    """Commands in blocks of a page, and in its sentences, where they may break over lines."""
+    blocks = blocks_of(path.read_text(encoding="utf-8"))
+    lines = [line for block in blocks if block.language in ("bash", "sh") for line in block.text.splitlines()]
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", _prose(path))]
+    return lines + [span for span in spans if re.match(r"(?:\w+=\S+ )?(?:make|\S*python|torchrun|pytest) ", span)]
+
+
+def _options(script: pathlib.Path) -> set[str]:
+    """Options that a script takes, by its text and that of the files beside it that it imports."""
+    text = script.read_text(encoding="utf-8")
+    beside = [script.parent / f"{name}.py" for name in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)]
+    texts = [text, *(file.read_text(encoding="utf-8") for file in beside if file.exists())]
+    return {"--help", *(option for one in texts for option in re.findall(r'"(--[\w-]+)"', one))}
 
 
 def _prose(path: pathlib.Path) -> str:
