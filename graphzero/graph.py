@@ -110,8 +110,8 @@ class Graph:
         clip_grad_norm: the largest norm of its gradients, all together, of kind ``norm_type``.
         clip_grad_value: the largest absolute value of one element.
 
-        Raises ConfigError for an optimizer that is there already, one without parameters, a scheduler of another one
-        or one that takes a metric, and limits that are not positive numbers.
+        Raises ConfigError for an optimizer that was added already or has no parameters, for a scheduler that belongs to
+        another one or takes a metric, and for limits that are not positive numbers.
         """
         source = self._source
         argument_checks.check_no_others(others)
@@ -127,12 +127,12 @@ class Graph:
     def add_average(self, averaged: AveragedModel, of: nn.Module) -> None:
         """Let ``averaged`` follow the module ``of``: each training call ends with its ``update_parameters(of)``.
 
-        averaged: a ``torch.optim.swa_utils.AveragedModel``, an attribute of the Graph as ``of`` is, or inside one.  Any
-        averaging function may be one of it that computes with tensors.  Its parameters are split as optimizer states
-        are, from stage 1 on; another Graph that holds it evaluates with it as it is.
+        averaged: a ``torch.optim.swa_utils.AveragedModel``, in an attribute of the Graph, as ``of`` is.  Its averaging
+        function may be any that computes with tensors.  From stage 1 on its parameters are split like optimizer states;
+        another Graph that holds it evaluates with it as it is.
 
-        Raises ConfigError for what is not an AveragedModel, for modules that are not attributes, and for one that
-        was added already.
+        Raises ConfigError for anything else than an AveragedModel, for modules that are not in attributes, and for an
+        average that was added already.
         """
         attributes = vars(self)
         argument_checks.check_average(averaged, of, attributes, [spec.averaged for spec in self._source.averages])
@@ -143,15 +143,15 @@ class Graph:
     @hides_frames
     @_compat.cpu_by_default
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Make one step: compile for arguments of such shapes if need be, run, update modules and optimizers.
+        """Make one step: compile for arguments of these shapes if necessary, run, update modules and optimizers.
 
-        A plain tensor is this rank's share of the batch, split along dim 0 over the data axes (0-d ones and numbers are
-        the same on all ranks); on a virtual placement it is the whole batch.  Returns what ``build`` returns, with
-        batch-split values as this rank's share (whole on a virtual placement) and everything else complete; DTensors
-        if any argument was one.  Every rank calls it.
+        A plain tensor is this rank's share of the batch, split along dim 0 over the data axes (0-d tensors and numbers
+        are the same on all ranks); on a virtual placement it is the whole batch.  Returns the results of ``build``:
+        values that are split along the batch as this rank's share (whole on a virtual placement), all others complete;
+        DTensors if any argument was one.  Every rank calls it.
 
-        Raises ConfigError, CaptureError or SbpError before the step is taken, on every rank, with what differs or where
-        the step cannot be captured.
+        Raises ConfigError, CaptureError or SbpError on every rank before the step is taken, and says what differs or
+        where the step cannot be captured.
         """
         self._check_apart("called")
         with self._source.ranks.together(f"step of {self.name}"), _compat.outside_inference_mode():
@@ -168,11 +168,11 @@ class Graph:
     @hides_frames
     @_compat.cpu_by_default
     def compile(self, *args: Any, **kwargs: Any) -> Graph:
-        """Capture and rewrite for such arguments without running; they, and the modules, may be on the meta device.
+        """Capture and rewrite for these arguments without running; they and the modules may be on the meta device.
 
-        No step is taken and no state is made or changed.  Every rank calls it.  Returns the Graph itself.
+        No step is taken and no state is created or changed.  Every rank calls it.  Returns the Graph itself.
 
-        Raises CaptureError, with the line of ``build``, for a step that cannot be one graph.
+        Raises CaptureError, with the line of ``build``, for a step that cannot be captured as one graph.
         """
         self._check_apart("compiled")
         with self.prepared_call(f"compile() of {self.name}", args, kwargs):

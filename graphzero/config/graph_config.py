@@ -58,14 +58,14 @@ class GraphConfig(metaclass=PluginMembers):
     ) -> None:
         """Split model state over the ranks instead of keeping it whole on each (ZeRO, arXiv 1910.02054).
 
-        stage: 1 splits optimizer states, 2 gradients too, 3 parameters too.  ``mode=False`` is stage 0.  "auto" is the
-        first of 1, 2 and 3, in the order of what they send, whose plan peaks within the memory budget; without
-        ``set_memory_budget`` that is 0.9 of the device's memory, shared by the ranks on it, on the rank that has least.
+        stage: 1 splits optimizer states, 2 gradients too, 3 parameters too.  ``mode=False`` is stage 0.  "auto" takes
+        the first of 1, 2 and 3 whose plan peaks within the memory budget.  Without ``set_memory_budget`` the budget is
+        0.9 of the device's memory, divided by the ranks on it, on the rank that has least.
         shard_min_size: parameters with fewer than this many elements per rank stay broadcast.
         axis: placement axes to split over, a name or names; by default every data axis.
-        keep_gathered: at stage 3, what forward gathers of a parameter stays until backward has read it, and is not
-        gathered again: less is sent, more held.  True for all, or names and patterns (``"model.head.*"``) of some.
-        False leaves it to the memory budget; without one, nothing stays.
+        keep_gathered: at stage 3, keep gathered parameters from forward to backward instead of gathering them again:
+        less is sent, and more is held.  True for all parameters, or names and patterns (``"model.head.*"``) of some.
+        False leaves the choice to the memory budget; without one, no parameter stays gathered.
         """
         self._set(zero=zero_of(mode, stage, shard_min_size, axis, keep_gathered, self._placement))
 
@@ -85,36 +85,35 @@ class GraphConfig(metaclass=PluginMembers):
         self._set(offload=offload_of(states, path))
 
     def set_memory_budget(self, nbytes: int | None) -> None:
-        """Say how many bytes the plan of a step may peak at on one rank; None, the default, for any number.
+        """Limit the bytes at which the plan of a step may peak on one rank; None, the default, sets no limit.
 
-        At stage 3 the budget is spent on what stays gathered between forward and backward, so that least is sent; with
-        stage "auto" it decides the stage too.  Where a step does not fit otherwise, its largest values are computed in
-        tiles of rows (``set_row_tiles``), and backward computes values of forward again instead of holding them.
-        Compiling a step that cannot fit raises ConfigError, with what it needs.  Operator workspaces, the inputs and
-        the Python process are not in the plan: leave room for them.
+        At stage 3 the budget is spent on parameters that stay gathered between forward and backward, so that the least
+        is sent.  With stage "auto" it decides the stage too.  If a step does not fit otherwise, its largest values are
+        computed in tiles of rows (``set_row_tiles``), and values of forward are recomputed in backward instead of held.
+        Compiling a step that cannot fit raises ConfigError, with the bytes that it needs.  Operator workspaces, the
+        inputs and the Python process are not in the plan: leave room for them.
         """
         self._set(memory_budget=nbytes)
 
     def set_activation_memory(self, memory: int | str | None) -> None:
-        """Say what backward may need of forward: the rest is computed again in backward, with the same bits.
+        """Limit the activations that are held for backward; the others are recomputed in backward, with the same bits.
 
-        memory: the most bytes of activations that one rank may hold at a time, copies that are made again included;
-        what is cheap to compute is computed again first.  "checkpoint" cuts forward in segments where little crosses,
-        holds what crosses, and computes all else again, as torch.utils.checkpoint around blocks does: the least memory
-        for at most one forward more.  None, the default, holds everything, unless ``set_memory_budget`` needs it
-        otherwise.  Bytes that are too few raise ConfigError when the step is compiled, with what it needs.
+        memory: the most bytes of activations that one rank may hold at a time, including recomputed ones; values that
+        are cheap to compute are recomputed first.  "checkpoint" cuts forward into segments at points where few values
+        cross, holds these, and recomputes all others, as torch.utils.checkpoint around blocks does: the least memory,
+        for at most one more forward.  None, the default, holds everything, unless ``set_memory_budget`` needs
+        otherwise.  If the bytes are too few, compiling the step raises ConfigError with the bytes that it needs.
         """
         self._set(activation_memory=memory)
 
     def set_row_tiles(self, count: int) -> None:
-        """Compute the largest values of a step in so many tiles of rows, if they are needed only on the way; 1, the
-        default, for none.
+        """Compute the largest intermediate values of a step in ``count`` tiles of rows; 1, the default, for no tiles.
 
         The logits of a language model are such values: [tokens, classes] between hidden values and a loss.  Forward
-        and backward of a tile run together, then those of the next, so that only a tile's logits are held at a time;
-        nothing is computed twice, and only sums over rows are rounded otherwise.  Tiles are equal: where ``count`` does
-        not divide a rank's rows, it is the next number up to its double that does, else the next below.  A step
-        without such values stays as it is, and ``plan.decisions`` says why.
+        and backward of one tile run together, then those of the next, so only one tile's logits are held at a time.
+        Nothing is computed twice; sums over rows are rounded differently.  Tiles are equal: if ``count`` does not
+        divide a rank's rows, the next larger number up to its double that does is used, or else the next smaller one.
+        A step without such values stays as it is, and ``plan.decisions`` says why.
         """
         self._set(row_tiles=count)
 
@@ -136,21 +135,21 @@ class GraphConfig(metaclass=PluginMembers):
         self._set(split_attention=way)
 
     def set_optimizer_in_backward(self, mode: bool = True) -> None:
-        """Step each parameter while backward runs, as soon as its gradient is complete and its old value read.
+        """Step each parameter while backward runs, as soon as its gradient is complete and its old value has been read.
 
-        Gradients are then not all held until backward ends: up to four bytes less a parameter, and the same bits.
-        What the update needs of all gradients first (clip_grad_norm) it still waits for; ``plan.decisions`` says so.
-        A step that fails within backward has then changed some parameters.
+        Gradients are then not all held until backward ends: up to four bytes a parameter less, with the same bits.  An
+        update that needs all gradients first (clip_grad_norm) still waits for them; ``plan.decisions`` says so.  A step
+        that fails within backward has then changed some parameters.
         """
         self._set(optimizer_in_backward=mode)
 
     def set_arena(self, mode: bool) -> None:
-        """Set whether large temporaries of a step lie at planned places of one buffer that stays; True by default.
+        """Set whether large temporaries of a step have planned places in one buffer that is kept; True by default.
 
-        It is so on a CPU with executor "eager": a step then asks the kernel for no memory.  The buffer is what the step
-        needs of such values at its worst moment, and held between calls; the plan says it, "arena".  Where the step's
-        peak would rise by more than a twentieth, a tenth of the buffer, or over the memory budget, less is put there,
-        or nothing.
+        This is for a CPU with executor "eager": a step then asks the kernel for no memory.  The buffer is as large as
+        these values are at the worst moment of the step, and is held between calls; the plan counts it as "arena".  If
+        the step's peak would rise by more than a twentieth, a tenth of the buffer, or over the memory budget, the
+        buffer holds fewer values, or none.
         """
         self._set(arena=mode)
 
@@ -169,23 +168,23 @@ class GraphConfig(metaclass=PluginMembers):
         consecutive_hysteresis: bool = False,
         stochastic_rounding: bool = False,
     ) -> None:
-        """Mixed precision: forward and backward in 16 bit, parameters, optimizer states and update in full precision.
+        """Mixed precision: forward and backward in 16 bits, parameters, optimizer states and update in full precision.
 
-        Every floating parameter that forward reads is its cast to ``dtype``, made of the piece that a rank holds, so
-        that gathers move 16-bit values; ``build`` runs under ``torch.autocast``.  The user's parameters are the
-        masters, split over the ranks from ZeRO's stage 1 on.  ``mode=False`` turns it off.
+        Forward reads each floating parameter as a cast to ``dtype``.  The cast is computed from the piece that a rank
+        holds, so gathers move 16-bit values.  ``build`` runs under ``torch.autocast``.  The user's parameters are the
+        masters, split over the ranks from ZeRO stage 1 on.  ``mode=False`` turns it off.
         dtype: torch.bfloat16, or torch.float16, under which the loss is scaled so that small gradients do not vanish.
-        reduce_dtype: in which ranks add up gradients, by default ``dtype``; behind that they are float32.
-        init_scale: what the loss is multiplied by at first (float16 only, as all that follows).  A step whose gradients
-        are not all finite is skipped on every rank, ``graph.skipped``, and counts as an overflow.
-        growth_factor, growth_interval: after so many steps in a row without an overflow the scale grows.
-        hysteresis, backoff_factor: so many overflows, counted anew when the scale grows, and each one after them, let
-        the scale fall; with 1 it is torch.amp.GradScaler's.
-        min_scale: what it does not fall below.
-        consecutive_hysteresis: count overflows anew after each step without one, too, as DeepSpeed can.
-        stochastic_rounding: parameters that are bfloat16 are masters too (bfloat16 only): they and their optimizer
-        states are kept in it, 6 bytes a parameter less with Adam, and forward reads them as they are. The update is
-        computed in float32, and rounded up or down at random so that the mean is exact; which way follows from the
+        reduce_dtype: the dtype in which ranks add up gradients, by default ``dtype``; after that they are float32.
+        init_scale: the first loss scale (float16 only, like all arguments up to the last).  A step whose gradients are
+        not all finite is skipped on every rank, ``graph.skipped``, and counts as an overflow.
+        growth_factor, growth_interval: after this many steps in a row without an overflow the scale grows.
+        hysteresis, backoff_factor: the scale falls at the ``hysteresis``-th overflow, and at each one after it; the
+        count starts again when the scale grows.  With 1 the scale is that of torch.amp.GradScaler.
+        min_scale: the scale does not fall below it.
+        consecutive_hysteresis: start the count of overflows again after each step without one too, as DeepSpeed can.
+        stochastic_rounding: bfloat16 parameters are masters too (bfloat16 only).  They and their optimizer states are
+        kept in bfloat16, 6 bytes a parameter less with Adam, and forward reads them as they are.  The update is
+        computed in float32, and rounded up or down at random so that the mean is exact.  The direction follows from the
         Graph's seed, the step and the element, and is the same on any placement.
         """
         self._set(
@@ -205,17 +204,17 @@ class GraphConfig(metaclass=PluginMembers):
         )
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Cut each rank's share of the batch in ``steps`` micro-batches, which run one after the other.
+        """Cut each rank's share of the batch into ``steps`` micro-batches, which run one after the other.
 
         The step stays that of the whole batch: losses, token means, masked means, clipping and the new parameters are
-        those of one micro-batch, but for rounding.  What depends on the batch alone, such as the number of tokens, is
-        computed first, of all micro-batches.  Activations are those of one micro-batch, and gradients are added up: at
-        stages 0 and 1 whole, and reduced once; from stage 2 on each rank adds up its part, or all of it where a memory
+        those of ``steps=1``, except for rounding.  Values that depend on the batch alone, such as the number of tokens,
+        are computed first, over all micro-batches.  Activations are those of one micro-batch.  Gradients are added up:
+        at stages 0 and 1 whole, and reduced once; from stage 2 on each rank adds up its part, or all of it if a memory
         budget has room for that.
 
-        Outputs that are split along the batch come back complete, in order.  What cannot be known before all
-        micro-batches are through and is read while they run, the statistics of a batch norm, is that of a micro-batch;
-        a warning names the lines.  Buffers that follow from it change with each micro-batch.
+        Outputs that are split along the batch come back complete, in order.  Values that depend on trained parameters
+        and on the whole batch, and that are read while micro-batches run, such as the statistics of a batch norm, are
+        those of a micro-batch; a warning names the lines.  Buffers that follow from them change with each micro-batch.
         """
         self._set(gradient_accumulation_steps=steps)
 
@@ -228,18 +227,18 @@ class GraphConfig(metaclass=PluginMembers):
     ) -> None:
         """Put a module on a stage of the pipeline: its parameters, their states, and the ops that compute it.
 
-        module: in an attribute of the Graph, or its path, ``"model.layers.0"``, or a pattern of paths,
-        ``"model.layers.*"``.  A mark of a module inside it counts for that one.
+        module: a module in an attribute of the Graph, its path, ``"model.layers.0"``, or a pattern of paths,
+        ``"model.layers.*"``.  A module inside it may have another mark.
         stage: from 0 on, in the order of forward.
-        An op that is not marked is computed on the last stage of what it reads; a parameter that is not marked is on
-        the first stage that reads it.
+        An op that is not marked is computed on the last stage of its operands; a parameter that is not marked is on the
+        first stage that reads it.
 
-        ``set_stage("auto")`` chooses: the modules that build calls are cut into ``stage`` stages one after the other,
-        by default as many as the schedule needs, one for each rank along ``pp``, or two.  The cuts are between the
-        entries of lists of blocks, and the modules before and behind them; where a transformers configuration has a
-        ``base_model_pp_plan``, between the modules that it names.  Modules marked beside it are where they are marked.
-        device: of "auto", by its name or file, as ``graphzero plan`` takes it: the slowest stage then takes the fewest
-        seconds, planned for forward and backward; without it, the parameters that stages read are evened out.
+        ``set_stage("auto")`` chooses: the modules that build calls are cut, in their order, into ``stage`` stages, by
+        default as many as the schedule needs: one for each rank along ``pp``, or two.  The cuts are between the entries
+        of lists of blocks, and between modules before and after these; if a transformers configuration has a
+        ``base_model_pp_plan``, between the modules that it names.  Modules that are also marked stay where they are.
+        device: for "auto", a name or file, as for ``graphzero plan``: the slowest stage then takes the fewest seconds,
+        planned for forward and backward.  Without it stages have equal numbers of parameters to read, if possible.
 
         Raises ConfigError for a placement without an axis "pp".
         """
@@ -251,18 +250,18 @@ class GraphConfig(metaclass=PluginMembers):
         self._set(stages=with_stage(self._settings.stages, module, stage, self._placement))
 
     def set_pipeline(self, schedule: str | Sequence[Sequence[str | Action | None]] | PipelineSchedule) -> None:
-        """Say in which order pipeline stages run micro-batches; "1f1b" is the default.
+        """Set the order in which pipeline stages run micro-batches; "1f1b" is the default.
 
         schedule: a name; rows of actions, one for each rank along ``pp``, ``["0F0", "0F1", "0B0", "0B1"]``; or the path
-        of a .csv file of them, in the grammar of torch.distributed.pipelining.  It is proved to be complete and
-        executable when the step is compiled.
+        of a .csv file of them, in the grammar of torch.distributed.pipelining.  When the step is compiled, the schedule
+        is checked to be complete and executable.
 
         ========================= ======================================================================================
         "gpipe"                   forward of all micro-batches, then backward of all
         "1f1b"                    backward as soon as it may run: stage i of p keeps values of p - i micro-batches
         "interleaved"             1f1b with two or more stages a rank (Megatron)
         "looped_bfs"              gpipe with two or more stages a rank
-        "zb1p"                    1f1b with gradients of weights behind those that are sent (ZB-H1)
+        "zb1p"                    1f1b that computes gradients of weights after those that are sent (ZB-H1)
         "interleaved_zero_bubble" the same with two or more stages a rank
         "zbv"                     two stages a rank, on the way there and back (ZB-V)
         ========================= ======================================================================================
@@ -278,29 +277,29 @@ class GraphConfig(metaclass=PluginMembers):
         compiled.
 
         torch's Inductor compiles at the first call, which takes seconds; it keeps the result on disk for the next
-        process.  Losses are those of "eager" but for rounding.  The plan, which is of "eager", may be off.
+        process.  Losses equal those of "eager" except for rounding.  The plan is that of "eager" and may differ.
         """
         self._set(executor=name)
 
     def set_cuda_graph(self, mode: bool = True) -> None:
         """Record the step in a CUDA graph and replay it: a call then launches once, not once for each kernel.
 
-        The first calls run op by op; the third one records.  Learning rates and other numbers that change are then read
-        from memory where the op that takes them can; ``repr`` of the Graph says how it runs, and a warning why it does
-        not replay.  Needs a GPU, and one process: a placement of one rank, or a virtual one.
+        The first two calls run op by op; the third one records.  Learning rates and other numbers that change are then
+        read from memory, if the op that takes them can do so.  ``repr`` of the Graph says how it runs, and a warning
+        says why it does not replay.  Needs a GPU, and one process: a placement of one rank, or a virtual one.
         """
         self._set(cuda_graph=mode)
 
     def set_input(self, name: str, *, sbp: Sbp | tuple[Sbp, ...]) -> None:
-        """Say how one input of build lies on the ranks, instead of split along dim 0.
+        """Set the SBP of one input of build, which is otherwise split along dim 0.
 
-        name: as in the program, ``x`` or ``batch.input_ids``.  sbp: one per placement axis, or one for all of a 1-d
+        name: as in the program, ``x`` or ``batch.input_ids``.  sbp: one per placement axis, or one SBP on a 1-d
         placement: ``gz.sbp.B`` for class weights, ``gz.sbp.S(1)`` for a batch in dim 1.
         """
         self._set(inputs=with_input(self._settings.inputs, name, sbp, self._placement))
 
     def set_links(self, links: Mapping[str, Link] | str | os.PathLike[str] | None) -> None:
-        """Say what communication costs on each placement axis: boxing then takes the ways of fewest seconds, not bytes.
+        """Set the cost of communication on each placement axis: boxing then minimizes seconds instead of bytes.
 
         links: a ``gz.Link`` for each axis by name, or a dict of its two numbers; or the path of the file that
         ``graphzero calibrate`` wrote, which every rank reads.  None, the default: all axes are alike and bytes decide.
@@ -308,7 +307,7 @@ class GraphConfig(metaclass=PluginMembers):
         self._set(links=links_of(links, self._placement.without_pipeline()) if links is not None else ())
 
     def add_pass(self, pass_: Callable[[Any], Any], *, after: str = "zero") -> None:
-        """Run a pass of your own behind the one named ``after``: a built-in one, or one added before."""
+        """Run your own pass after the pass named ``after``: a built-in one, or one added before."""
         self._set(user_passes=with_pass(self._settings.user_passes, pass_, after))
 
     # ---- what was set; of each field there is a member too, see ``members``

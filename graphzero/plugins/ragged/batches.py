@@ -19,17 +19,17 @@ _NEXT = Topic("the next batch of {}", "the next batch", "Every rank must begin a
 
 
 def until_all_end(batches: Iterable[T], graph: Graph) -> Iterator[T]:
-    """Batches of this rank, and behind them batches without rows, until the batches of every rank have ended.
+    """Batches of this rank, followed by batches without rows until the batches of every rank have ended.
 
-    For loaders whose length differs between ranks, or is not known, as of an ``IterableDataset``.  Every rank must call
-    a Graph equally often, and a rank that passes no rows takes part in the step of the others' rows.
+    For loaders whose length differs between ranks or is not known, such as an ``IterableDataset``.  Every rank must
+    call a Graph equally often, and a rank that passes no rows takes part in the step of the others' rows.
 
     batches: of dicts, lists or tuples of tensors, with rows in dim 0; any iterable, such as a DataLoader.
     graph: the Graph that is called in the loop, whose ``config.set_shapes`` pads rows; on one process, and on virtual
     ranks, nothing is added.
 
-    Every rank begins the loop and stays in it to its end.  An error of one rank's loader is raised on all.  Raises
-    ConfigError where no ``set_shapes`` is there to pad.
+    Every rank begins the loop and stays in it to its end.  An error of one rank's loader is raised on all ranks.
+    Raises ConfigError if ``config.set_shapes``, which pads, has not been called.
     """
     ranks = Ranks(graph.placement, graph.name)
     if not ranks.active:

@@ -16,21 +16,21 @@ def set_shapes(
 ) -> Shapes | None:
     """Pad inputs of many shapes to a few, so that a few programs serve all of them; results are as without padding.
 
-    inputs: which dims of which inputs are ragged, by names of your own: ``{"input_ids": {0: "rows", 1: "tokens"}}``
-        or, by the order of dims, ``{"*": ("rows", "tokens")}``.  Keys are the names of inputs as in the program,
-        ``x`` or ``batch.labels``, or patterns, which mean those dims that an input has.  Dims of one name are of
-        one size in each call.  None pads nothing.
-    sizes: to what each of them is padded: a number, of which the least multiple; "powers", the least power of two;
-        or a list of sizes, of which the least that is enough.  They are those of what a rank passes: of its share,
-        or of the whole batch on a virtual placement; and they grow on to a multiple of ranks and micro-batches.
-    fill: what inputs hold in padded places, 0 without it: ``{"labels": -100}``.  Only where a rank's batch is
-        shorter than that of another one does it count: the global batch is as long as the longest, and its other
-        rows are filled up.
+    inputs: which dims of which inputs are ragged, with names that you choose: ``{"input_ids": {0: "rows", 1:
+        "tokens"}}`` or, in the order of dims, ``{"*": ("rows", "tokens")}``.  Keys are the names of inputs as in the
+        program, ``x`` or ``batch.labels``, or patterns, which apply to the dims that an input has.  Dims of one name
+        have one size in each call.  None pads nothing.
+    sizes: the sizes to which each name is padded: a number, for its least multiple that is enough; "powers", for the
+        least power of two; or a list of sizes, for the least one.  They are sizes of the tensors that a rank passes:
+        of its share, or of the whole batch on a virtual placement.  They are rounded up to a multiple of ranks and
+        micro-batches.
+    fill: values of padding by input, 0 by default: ``{"labels": -100}``.  It matters only if a rank's batch is
+        shorter than that of another rank: the global batch is as long as the longest, and its other rows are filled.
 
-    Padded rows and tokens have no part in losses, counts, statistics and gradients, whatever they hold: sums leave
-    them out, means divide by what was given, and a softmax does not see them.  What cannot be kept apart raises
-    CaptureError when the step is compiled, with the line.  Outputs are cut back to what was given.  Random draws
-    are those of the padded shapes.
+    Padding has no part in losses, counts, statistics and gradients, for any fill: sums leave it out, means divide by
+    the numbers of given elements, and a softmax does not see it.  An op for which this is not known raises
+    CaptureError when the step is compiled, with the line.  Outputs are cut back to the given sizes.  Random draws are
+    those of the padded shapes.
     """
     return shapes_of(inputs, sizes, fill) if inputs is not None else None
 
