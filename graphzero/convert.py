@@ -47,13 +47,13 @@ def to_global(
 
     * a plain tensor: this rank's local tensor becomes a DTensor; on a virtual placement the whole tensor is annotated;
     * a DTensor: redistributed to ``sbp``, on its own ranks as ``placement`` arranges them;
-    * a module: its full parameters and buffers, taken from rank 0, become DTensors in place, those that are DTensors
-      are redistributed; it is returned.  ``sbp`` may map names of them, ``"*.q_proj.*"`` as in a shell, to SBPs: the
-      first that fits counts, the rest is B.  ``"auto"`` takes the splits of a transformers configuration:
-      ``base_model_tp_plan`` for an axis ``tp``, ``base_model_ep_plan`` for an axis ``ep``.  What moves is a new
-      ``nn.Parameter``: make optimizers afterwards;
-    * inside ``build`` or a module's forward, ``to_global(h, sbp=...)`` pins the value h; outside a Graph it is
-      then the identity.
+    * a module: its full parameters and buffers, taken from rank 0, become DTensors in place; DTensors are
+      redistributed; the module is returned.  ``sbp`` may map shell patterns of their names, ``"*.q_proj.*"``, to SBPs:
+      the first pattern that matches counts, all others are B.  ``"auto"`` takes the splits of a transformers
+      configuration: ``base_model_tp_plan`` for an axis ``tp``, ``base_model_ep_plan`` for an axis ``ep``.  A parameter
+      that moves becomes a new ``nn.Parameter``, so create optimizers afterwards;
+    * inside ``build`` or a module's forward, ``to_global(h, sbp=...)`` pins the value h; outside of a Graph this call
+      is the identity.
 
     Raises SbpError for an SBP that the value cannot have, PlacementError for ranks that do not exist.
     """
@@ -96,7 +96,7 @@ def to_global(
 
 
 def to_local(x: Any) -> Any:
-    """This rank's shard as a plain tensor.  A plain tensor (whole, on a virtual placement) is itself."""
+    """This rank's shard as a plain tensor.  A plain tensor is returned as it is (whole, on a virtual placement)."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 

@@ -12,26 +12,27 @@ from graphzero.sbp.types import Sbp
 
 
 def local_region(fn: Callable[..., Any], in_sbp: Any, out_sbp: Any) -> Callable[..., Any]:
-    """Declare ``fn`` as per-rank code, and say what its tensors are to the whole.
+    """Declare ``fn`` as per-rank code, with the SBPs of its arguments and results.
 
-    Called inside ``build`` or a module's forward, each tensor argument is boxed to its SBP, ``fn`` sees what this rank
-    holds of it, and what the ranks return is put together as ``out_sbp`` says.  Other tensors that ``fn`` reads, such
-    as parameters of a module, it reads whole (``B``).  Outside of a Graph it is ``fn`` itself.
+    If the region is called inside ``build`` or a module's forward, each tensor argument is boxed to its SBP.  ``fn``
+    sees this rank's piece of it, and the results of all ranks are combined as ``out_sbp`` says.  Other tensors that
+    ``fn`` reads, such as parameters of a module, are read whole (``B``).  Outside of a Graph the region is ``fn``.
 
     Args:
         fn: a function of tensors (in dicts, lists, tuples) and plain values.  It is traced once, on local shapes.
-        in_sbp: of the tensor arguments.  One SBP, on an n-d placement a tuple with one for each axis or a dict by axis
-            name (``B`` where it says nothing), for all of them; or a list with one of these for each.
-        out_sbp: of the tensors that ``fn`` returns, alike.  ``S(i)``: the results are pieces, in rank order; ``P``:
-            they are to be added; ``P(max)``, ``P(min)`` likewise, without a gradient; ``B``: they are equal.
+        in_sbp: of the tensor arguments: one SBP for all of them, or a list with one for each.  On an n-d placement an
+            SBP is a tuple with one entry for each axis, or a dict by axis name, with ``B`` for the other axes.
+        out_sbp: of the tensors that ``fn`` returns, in the same form.  ``S(i)``: the results are pieces, in rank
+            order; ``P``: they are summands; ``P(max)``, ``P(min)``: the value is their maximum or minimum, and has no
+            gradient; ``B``: they are equal.
 
-    Gradients: those of ``B`` arguments and of whatever is read whole are added over ranks, those of ``S(i)`` are
+    Gradients of ``B`` arguments, and of tensors that are read whole, are summed over ranks; those of ``S(i)`` are
     pieces.  A ``P`` argument is one summand on each rank, so ``fn`` has to be linear in it.
 
     Raises:
-        SbpError: for what is no SBP; when it is called, for too few or too many, a dim that is not there or does not
-            divide, results that are not tensors.
-        CaptureError: when it is called, for a region in a region, a function that writes into what it is given.
+        SbpError: for an object that is not an SBP; in a call, for too few or too many SBPs, a dim that does not exist
+            or does not divide, and results that are not tensors.
+        CaptureError: in a call, for a region inside a region, and a function that writes to its arguments.
     """
     if not callable(fn):
         raise SbpError(f"local_region takes a function, not {type(fn).__name__}: local_region(fn, in_sbp, out_sbp)")

@@ -62,14 +62,14 @@ class HostTraffic(NamedTuple):
 class MemoryPlan:
     """Bytes by category: between calls (``resident``) and at the worst moment of a call (``at_peak``).
 
-    arena: the buffer in which large temporaries lie, which stays; at the peak only what of it holds nothing, for what
-    it holds counts as what it is.  Programs of one Graph share it: their largest is what is held.
-    model_state: resident parameters, their copies and optimizer states, plus the gradient bytes alive when
-    backward ends: the number of the ZeRO papers.  Inputs are the caller's and not counted.
-    activations: the most bytes at any moment of what forward leaves, or backward computes again or brings back.
-    host: the most bytes in host memory at any moment: optimizer states by ``config.enable_offload``, and what ops have
-    put there, ``gz.passes.host_memory``; no memory of the device, and no part of ``peak``.  host_resident: those of it
-    that stay between calls.
+    arena: the buffer of large temporaries, which is kept between calls.  At the peak it counts only the unused part of
+    the buffer; values in it count in their own category.  Programs of one Graph share the buffer of the largest.
+    model_state: resident parameters, their copies and optimizer states, plus the gradient bytes alive when backward
+    ends: the number of the ZeRO papers.  Inputs belong to the caller and are not counted.
+    activations: the most bytes at any moment of values that forward leaves, or that backward recomputes or brings back.
+    host: the most bytes in host memory at any moment: optimizer states by ``config.enable_offload``, and values that
+    ops have put there (``gz.passes.host_memory``).  They are not part of ``peak``.  host_resident: the part of it that
+    stays between calls.
     """
 
     resident: dict[str, int]
@@ -156,13 +156,13 @@ class PipelinePlan:
 class Plan:
     """The cost of one call of a program for one rank.
 
-    memory: see ``MemoryPlan``.  collectives: every call, in program order.  padding_bytes: bytes on the wire that
-    only fill up uneven pieces (part of ``comm_bytes``).  comm_volume: elements of parameters and gradients that one
-    rank sends, without padding, in units of the number of parameters.  links: what they cost on each axis, if
-    ``config.set_links`` said.  stage: of ZeRO.  kept: parameters gathered once a step, not once for forward and
-    once for backward.  recomputed: values of forward that backward computes again.  decisions: what a memory budget
-    and the like decided, in words.  pipeline: of pipeline stages, whose fullest rank all else is of.
-    host_traffic: bytes over the link to the host.
+    memory: see ``MemoryPlan``.  collectives: all of them, in program order.  padding_bytes: bytes on the wire that only
+    fill up uneven pieces (part of ``comm_bytes``).  comm_volume: elements of parameters and gradients that one rank
+    sends, without padding, in units of the number of parameters.  links: the cost of each axis, by
+    ``config.set_links``.  stage: of ZeRO.  kept: parameters that are gathered once a step, and not again for backward.
+    recomputed: values of forward that backward recomputes.  decisions: choices of a memory budget and of other
+    settings, in words.  pipeline: of pipeline stages; everything else is then of the fullest rank.  host_traffic: bytes
+    over the link to the host.
     """
 
     name: str
@@ -187,7 +187,7 @@ class Plan:
 
     @property
     def comm_seconds(self) -> float | None:
-        """Seconds of all collectives one after the other, hidden behind nothing; None without ``config.set_links``."""
+        """Seconds of all collectives one after the other, without overlap; None without ``config.set_links``."""
         return sum(c.seconds or 0.0 for c in self.collectives) if self.links else None
 
     def to_dict(self) -> dict[str, Any]:

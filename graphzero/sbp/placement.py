@@ -191,10 +191,10 @@ class Placement:
 
 
 def placement(device_type: str, ranks: Any, names: Sequence[str] | None = None, virtual: bool = False) -> Placement:
-    """Place on ``ranks``, a nested list, range or array whose shape is the hierarchy.
+    """The placement of ``ranks``, a nested list, range or array whose shape is the hierarchy.
 
-    ``names`` gives one name per axis, by default ``("dp",)`` or ``("dp", "tp")``; a batch is split over
-    the axes whose name begins with ``dp``.  With ``virtual=True`` all ranks live in this one process.
+    ``names`` has one name per axis, by default ``("dp",)`` or ``("dp", "tp")``.  A batch is split over the axes whose
+    name begins with ``dp``; an axis ``pp`` has pipeline stages.  With ``virtual=True`` all ranks live in this process.
     Raises PlacementError for another device type, ranks that repeat or are not whole numbers, and names that do not
     fit the hierarchy.
     """
