@@ -270,8 +270,8 @@ class Graph:
         "param_groups": [...]}], "schedulers": [...], "random": {"seed", "step"}}``; ``torch.distributed.checkpoint``
         saves and reshards it.  Where the loss is scaled, "loss_scale" has "scale", "growth_tracker" and "hysteresis".
 
-        It is live: its tensors are those that the next step writes to, as in torch.  To keep them as they are now,
-        take ``full_state_dict``, or ``copy.deepcopy`` of this.  Every rank calls it where values are cut in sections.
+        It is live: the next step writes to its tensors, as in torch.  For a snapshot take ``full_state_dict``, or a
+        ``copy.deepcopy`` of it.  Every rank has to call it if values are split in sections.
         """
         self._check_apart("saved")
         return self._checkpoints.state_dict()
@@ -289,8 +289,8 @@ class Graph:
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
         """Load what ``state_dict`` or ``full_state_dict`` gave, at any stage and world size.
 
-        Once the Graph has been called or compiled, or where tensors are split, every rank calls it, with the same
-        checkpoint: whole tensors and numbers are compared.  Before that the first call takes what rank 0 has.
+        Once the Graph has been called or compiled, or if tensors are split, every rank calls it with the same
+        checkpoint: whole tensors and numbers are compared.  Before that, the first call takes rank 0's values.
 
         Raises CheckpointError, before anything is written, on every rank, for what is not a state dict, for missing or
         unexpected keys, and for shapes and kinds of values that do not fit.
@@ -302,24 +302,24 @@ class Graph:
         """Within it modules hold whole plain tensors, on the rank's device, for eager code: ``generate`` of
         transformers, a plain loop over the validation set.
 
-        Every rank enters and leaves it.  In between none needs another, so one may compute alone while the others wait
-        at the end, as long as the process group's timeout; what runs on one rank alone must run no collectives.
-        A rank holds the whole tensors beside its pieces, and while they are gathered, 64 MiB of buffers.
+        Every rank enters and leaves it.  In between no rank needs another one, so one may compute alone while the
+        others wait at the end, for at most the process group's timeout; code on one rank alone must not run
+        collectives.  A rank holds the whole tensors beside its pieces, and 64 MiB of buffers while they are gathered.
 
         Parameters are those that the optimizer updates: float32 under ``config.enable_amp``, for ``torch.autocast``.
-        Before the first call they are rank 0's, as in that call.  On a virtual placement modules hold whole tensors
-        anyway, and nothing is gathered.
+        Before the first call they have rank 0's values, as in that call.  On a virtual placement modules hold whole
+        tensors anyway, and nothing is gathered.
 
-        **Writes are taken back.**  What eager code leaves in parameters and buffers is what the next step reads; every
-        rank must leave the same.  Behind the block the objects of before stand in modules and optimizers, split as they
-        were, in the memory that they had.  A tensor put in the place of another is taken by its values if it has the
-        same shape and dtype; ``requires_grad`` goes along, gradients of split parameters are dropped.  All this holds
-        where the block raises too; then every rank does.
+        **Writes are taken back.**  The next step reads the values that eager code leaves in parameters and buffers;
+        every rank must leave the same.  After the block modules and optimizers hold the same objects as before, split
+        as they were, in the same memory.  If another tensor of the same shape and dtype was put in the place of one,
+        its values are taken.  Changes of ``requires_grad`` are kept; gradients of split parameters are dropped.  This
+        also holds if the block raises; then every rank raises.
 
-        Raises ConfigError for tensors on the meta device, for whole tensors that do not fit ``set_memory_budget``, at
-        the end for tensors of another shape or dtype, and within it where a Graph over these modules is called,
+        Raises ConfigError for tensors on the meta device; for whole tensors that do not fit ``set_memory_budget``; at
+        the end for tensors of another shape or dtype; and within the block if a Graph over these modules is called,
         compiled, saved or loaded, or another block begins.  Raises CaptureError at the end, by hashes, if ranks have
-        left different values: these are not taken, and no Graph runs with them before they are loaded anew.
+        left different values: these are not taken, and no Graph runs with them until they are loaded again.
         """
         self._check_apart("opened once more")
         last = self._selection.last

@@ -105,26 +105,26 @@ class Settings(Checked):
         one_of("always", "first", "values"),
         in_program=False,
         doc="""When ranks agree on the program: "always", before every call, or "first", before calls that compile or
-        bind; of the others then only the program's hash is compared.
+        bind; in other calls only the program's hash is then compared.
 
-        Inputs that several ranks are said to be given alike (0-d tensors, those that are B, a batch along the axes that
-        do not split it) are compared too: up to 16 elements on the CPU whenever ranks agree, larger ones in the first
-        two calls of a program, and in every call under "values", which reads them all, and waits for a GPU.
+        Inputs that must be equal on several ranks (0-d tensors, inputs that are B, a batch along the axes that do not
+        split it) are compared too: up to 16 elements on the CPU whenever ranks agree, larger ones in the first two
+        calls of a program, or, with "values", in every call, which reads all of them and waits for a GPU.
         """,
     )
     check_values: bool = setting(
         True,
         YES_OR_NO,
-        doc="""Whether conditions that build only raises on (assert, torch._check) are checked in every step; True.
+        doc="""Whether conditions on which build only raises (assert, torch._check) are checked in every step; True.
 
-        A step whose check is not met raises CheckError on every rank, before it has changed anything.  A check is a
-        transfer of one truth between the ranks, and on a GPU a wait for it; False leaves all of them out.
+        A step whose check fails raises CheckError on every rank, before it has changed anything.  A check sends one
+        truth value between the ranks, and on a GPU waits for it; False leaves all checks out.
         """,
     )
     bucket_bytes: int | None = setting(
         None,
         whole_number(1, "give a number of bytes, 1 or more, or None for the default", or_none=True),
-        doc="""Bytes that one bucket of collectives holds at most; a larger value is a bucket of its own.
+        doc="""Most bytes of values in one bucket of collectives; a larger value is a bucket by itself.
 
         None, the default, is an eighth of the parameters' bytes, within 64 KiB and 4 MiB.
         """,
@@ -133,10 +133,10 @@ class Settings(Checked):
         64,
         whole_number(1, "give a number of programs, 1 or more, or None for no bound", or_none=True),
         in_program=False,
-        doc="""How many compiled programs the Graph keeps; beyond that it lets go of those used longest ago, 64 by
-        default.
+        doc="""Number of compiled programs that the Graph keeps, 64 by default; beyond that, those used longest ago are
+        dropped.
 
-        A call that needs one of these again compiles it anew.  None is for no bound.
+        A call that needs a dropped program compiles it again.  None sets no limit.
         """,
     )
     links: Links = setting(
