@@ -4,14 +4,15 @@
     torchrun --standalone --nproc-per-node=2 examples/lightning_loop.py
 
 Optimization is manual, so Lightning reduces no gradients; ``gradient_clip_val``, ``accumulate_grad_batches`` and
-``precision`` are settings of the Graph.  At stage 3 modules hold shards: save with ``gz.save``, not with Lightning's
-checkpoints, and evaluate with a Graph without ``backward()``.
+``precision`` are settings of the Graph.  Lightning's checkpoints hold whole tensors, whatever the stage.  At stage 3
+modules hold shards: evaluate with a Graph without ``backward()``.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import pytorch_lightning as lightning
@@ -19,6 +20,8 @@ import torch
 from accelerate_loop import LoopGraph, make_loader
 from torch import Tensor
 from trainer import make_model
+
+import graphzero as gz
 
 logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
 
@@ -46,9 +49,13 @@ class GraphModule(PlainModule):
     def __init__(self, context: int, width: int, stage: int):
         super().__init__(context, width)
         self.stage, self.automatic_optimization = stage, False
+        self.random: dict[str, Any] | None = None
 
-    def on_train_start(self) -> None:
-        self.graph = LoopGraph(self.model, self.optimizers().optimizer, self.stage)  # the process group is there by now
+    def on_fit_start(self) -> None:
+        """The process group and the optimizer are there by now, and no batch has been read."""
+        self.graph = LoopGraph(self.model, self.optimizers().optimizer, self.stage)
+        if self.random is not None:
+            self.graph.load_state_dict({"random": self.random}, strict=False)
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
         loss: Tensor = self.graph(**batch)
@@ -56,16 +63,37 @@ class GraphModule(PlainModule):
         self.optimizers().step()  # finds no gradients, for the Graph has stepped; Lightning counts it in global_step
         return loss
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put whole tensors in the place of shards; every rank calls it."""
+        full = self.graph.full_state_dict()
+        checkpoint["state_dict"] = {f"model.{name}": x for name, x in full["modules"]["model"].items()}
+        checkpoint["optimizer_states"], checkpoint["random"] = full["optimizers"], full["random"]
 
-def fit(module: PlainModule, samples: int, context: int, ranks: int, **more: Any) -> list[float]:
-    """Train in one epoch; the loss of each step.  ranks: those that torchrun has started."""
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.random = checkpoint["random"]  # Lightning loads the rest, before the first step splits it
+
+
+class UntilAllEnd:
+    """Batches of ``loader``, and batches without rows until the loaders of all ranks have ended."""
+
+    def __init__(self, loader: Iterable[Any], module: GraphModule):
+        self.loader, self.module = loader, module
+
+    def __iter__(self) -> Any:
+        return gz.until_all_end(self.loader, self.module.graph)
+
+
+def fit(
+    module: PlainModule, loader: Iterable[Any], ranks: int, checkpoint: str | None = None, **more: Any
+) -> list[float]:
+    """Train, in one epoch unless told otherwise; the loss of each step.  ranks: those that torchrun has started."""
+    options = {"max_epochs": 1, "enable_checkpointing": False} | more
     trainer = lightning.Trainer(
         accelerator="auto" if torch.cuda.is_available() else "cpu", devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto", max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **more,
+        strategy="ddp" if ranks > 1 else "auto", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        **options,
     )  # fmt: skip
-    trainer.fit(module, make_loader(samples, context))
-    assert trainer.global_step == len(module.losses)
+    trainer.fit(module, loader, ckpt_path=checkpoint)
     return module.losses
 
 
@@ -76,7 +104,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="Lightning's own step")
     options = parser.parse_args()
     module = PlainModule(64, 64) if options.plain else GraphModule(64, 64, options.stage)
-    losses = fit(module, 400, 64, options.ranks)
+    losses = fit(module, make_loader(400, 64), options.ranks)
     if module.global_rank == 0:
         for i, loss in enumerate(losses, 1):
             print(f"step {i}: loss {loss:.6f}", flush=True)

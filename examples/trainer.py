@@ -41,14 +41,17 @@ class TrainerGraph(gz.Graph):
 
 
 class EvaluationGraph(gz.Graph):
-    """The loss and the logits of a batch of all ranks, by modules that a TrainerGraph trains, split or not."""
+    """The loss, if there are labels, and the logits of a batch of all ranks, by modules that a TrainerGraph trains."""
 
     def __init__(self, trainer: GraphTrainer):
         super().__init__()
         self.model, self.compute_loss = trainer.model, trainer.compute_loss
         self.config.enable_amp(trainer.args.bf16)
+        trainer.configure(self.config)
 
-    def build(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def build(self, inputs: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
+        if "labels" not in inputs:
+            return None, self.model(**inputs)["logits"]
         loss, outputs = self.compute_loss(self.model, dict(inputs), return_outputs=True)
         return loss, outputs["logits"]
 
@@ -103,7 +106,7 @@ class GraphTrainer(Trainer):
         """Loss, logits and labels; parameters may be split, so the model cannot be called by itself."""
         inputs = dict(self._prepare_inputs(inputs))  # collators of tokenizers give a BatchEncoding
         loss, logits = self.evaluation(inputs)
-        return (loss, None, None) if prediction_loss_only else (loss, logits, inputs["labels"])
+        return (loss, None, None) if prediction_loss_only else (loss, logits, inputs.get("labels"))
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         return self.graph.grad_norm  # the Graph has clipped

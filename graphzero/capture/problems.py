@@ -19,6 +19,7 @@ from graphzero.ir.source_location import line_of, user_frames
 SHOWN = 8
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 _WRAPPED = "give the module before wrapping (.module), and say config.enable_zero(stage=...) to split its state"
+_SHARDED = "give modules on which fully_shard was not called, and say config.enable_zero(stage=3) to split them"
 _SCRIPTED = "give the Python module that it was made from, without torch.jit.script or torch.jit.trace"
 _met: ContextVar[list[CaptureError] | None] = ContextVar("graphzero_problems", default=None)
 
@@ -85,6 +86,8 @@ def check_modules(modules: Iterable[tuple[str, nn.Module]]) -> None:
     for path, module in modules:
         kinds = [base.__name__ for base in type(module).__mro__]
         wrapper = next((kind for kind in kinds if kind in _WRAPPERS), None)
+        if wrapper == "FSDPModule":
+            raise problem(f"{path} is split by fully_shard, which does part of a Graph's work", _SHARDED)
         if wrapper is not None:
             raise problem(f"{path} is wrapped in {wrapper}, which does part of a Graph's work", _WRAPPED)
         if "ScriptModule" in kinds:

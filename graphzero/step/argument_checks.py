@@ -55,6 +55,11 @@ def _unwrapped(wrapper: str) -> str:
             "compiled by torch.compile, and a Graph compiles the whole step; give the module itself (the one before "
             'compiling, or model._orig_mod), and say config.set_executor("inductor") to have torch compile'
         )
+    if wrapper == "FSDPModule":
+        return (
+            "split by fully_shard, which does part of a Graph's work; give a module on which it was not called, and "
+            "say config.enable_zero(stage=3)"
+        )
     return (
         f"wrapped in {wrapper}, which does part of a Graph's work; give the module itself (model.module, or the "
         "one before wrapping) and say config.enable_zero(stage=...)"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_short_errors import ONE, ClassifierGraph
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import graphzero as gz
 
@@ -15,6 +16,18 @@ BATCH = torch.ones(8, 4), torch.zeros(8).long()
 def test_a_model_that_torch_compiles_is_to_be_given_as_it_is():
     with pytest.raises(gz.ConfigError, match=r'compiled by torch.compile.*_orig_mod.*set_executor\("inductor"\)'):
         ClassifierGraph(torch.compile(nn.Linear(4, 3)))
+
+
+def test_a_model_that_fsdp2_splits_is_to_be_given_before_that():
+    with gz.testing.fake_world(2):
+        model = fully_shard(nn.Linear(4, 3))
+        with pytest.raises(gz.ConfigError, match="split by fully_shard.*on which it was not called.*stage=3"):
+            ClassifierGraph(model)
+        graph = gz.Graph()
+        graph.model = nn.Sequential(model)
+        graph.build = lambda x: graph.model(x)
+        with pytest.raises(gz.CaptureError, match=r"model\.0 is split by fully_shard"):
+            graph(BATCH[0])
 
 
 def test_a_graph_within_torch_compile_says_that_it_compiles_itself():
@@ -46,6 +59,8 @@ def test_names_of_torch_are_answered_with_torchs(name):
     with pytest.raises(AttributeError, match=f"torch's own modules, optimizers and tensors: torch.{name}"):
         getattr(gz, name)
     assert not hasattr(gz, "no_such_name")
+    with pytest.raises(AttributeError, match=r"modules are torch's own: torch\.nn\.Module"):
+        gz.nn.Module  # noqa: B018
 
 
 def test_a_batch_that_micro_batches_do_not_divide_is_told_what_a_call_takes():

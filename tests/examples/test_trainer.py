@@ -25,18 +25,19 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 4
 
 
+class Stream(IterableDataset):
+    def __init__(self, rows: list) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from self.rows
+
+
 def runs(rank: int, folder: Path) -> None:
     """On every rank: plain, with a Graph at stage 3, and at stage 2 from the checkpoint of that."""
     sys.path.insert(0, str(EXAMPLES))
     import trainer
     from transformers import BatchEncoding, default_data_collator
-
-    class Stream(IterableDataset):
-        def __init__(self, rows: list) -> None:
-            self.rows = rows
-
-        def __iter__(self) -> Iterator[dict[str, Tensor]]:
-            yield from self.rows
 
     def run_uneven(name: str, kind: type, stream: bool, **more: object) -> None:
         """Rows of many lengths, padded to the longest of a batch; the last batch is smaller."""
@@ -47,8 +48,11 @@ def runs(rank: int, folder: Path) -> None:
         made = kind(trainer.make_model(16, 16), trainer.arguments(str(folder / name), **told),
                     train_dataset=Stream(rows) if stream else rows, data_collator=to_longest, **more)  # fmt: skip
         made.train()
+        unlabelled = [{"input_ids": row["input_ids"]} for row in rows[:11]]
+        logits = made.predict(unlabelled).predictions
         if rank == 0:
             (folder / f"{name}.json").write_text(json.dumps(made.state.log_history))
+            torch.save(torch.from_numpy(logits), folder / f"{name}.pt")
 
     def padded(config: gz.GraphConfig) -> None:
         config.enable_zero(stage=3)
@@ -84,29 +88,66 @@ def runs(rank: int, folder: Path) -> None:
 
 def to_longest(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     def pad(x: Tensor, number: int) -> Tensor:
-        return torch.nn.functional.pad(x, (0, max(len(row["labels"]) for row in rows) - len(x)), value=number)
+        return torch.nn.functional.pad(x, (0, max(len(row["input_ids"]) for row in rows) - len(x)), value=number)
 
-    return {
+    batch = {
         "input_ids": torch.stack([pad(row["input_ids"], 0) for row in rows]),
         "attention_mask": torch.stack([pad(torch.ones_like(row["input_ids"]), 0) for row in rows]),
-        "labels": torch.stack([pad(row["labels"], -100) for row in rows]),
     }
+    if "labels" in rows[0]:
+        batch["labels"] = torch.stack([pad(row["labels"], -100) for row in rows])
+    return batch
 
 
 def loops(rank: int, folder: Path) -> None:
     """The loops of Accelerate and of Lightning, plain and with a Graph."""
     import accelerate_loop
     import lightning_loop
+    from pytorch_lightning.callbacks import ModelCheckpoint
 
+    def fit(module: lightning_loop.PlainModule, *more: object, **options: object) -> list[float]:
+        return lightning_loop.fit(module, accelerate_loop.make_loader(32, 16), 2, *more, max_epochs=2, **options)
+
+    saves = ModelCheckpoint(folder / "lightning", every_n_train_steps=4, save_top_k=-1)  # an epoch has 4 steps
+    told = {"max_steps": 6, "enable_checkpointing": True, "callbacks": [saves]}
+    split = fit(lightning_loop.GraphModule(16, 16, 3), **told)
+    plain = fit(lightning_loop.PlainModule(16, 16), max_steps=6)
+    resumed = fit(lightning_loop.GraphModule(16, 16, 1), str(folder / "lightning" / "epoch=0-step=4.ckpt"), max_steps=6)
     losses = {
         "Accelerate": (accelerate_loop.train(16, 16, 16, 2), accelerate_loop.train_plainly(16, 16, 16)),
-        "Lightning": tuple(
-            lightning_loop.fit(module, 32, 16, 2, max_steps=3)
-            for module in (lightning_loop.GraphModule(16, 16, 3), lightning_loop.PlainModule(16, 16))
-        ),
+        "Lightning": (split, plain),
+        "Lightning, resumed": (resumed, plain[4:]),
+        "Lightning, a stream": fit_stream(rank),
     }
     if rank == 0:
         (folder / "loops.json").write_text(json.dumps(losses))
+
+
+def fit_stream(rank: int) -> tuple[list[float], list[float]]:
+    """Losses of a stream that ends a batch earlier on one rank, and those of one process that has all rows."""
+    import lightning_loop
+    import trainer
+    from torch.utils.data import DataLoader
+    from transformers import default_data_collator
+
+    class Padding(lightning_loop.GraphModule):
+        def on_fit_start(self) -> None:
+            super().on_fit_start()
+            self.graph.config.set_shapes({"*": ("rows",)}, {"rows": 2}, fill={"batch.labels": -100})
+
+    rows = trainer.windows(9, 16)
+    module = Padding(16, 16, 2)
+    loader = DataLoader(Stream(rows[rank::2]), 2, collate_fn=default_data_collator)
+    losses = lightning_loop.fit(module, lightning_loop.UntilAllEnd(loader, module), 2)
+    plain = lightning_loop.PlainModule(16, 16)
+    optimizer, expected = plain.configure_optimizers(), []
+    for first in (0, 4, 8):
+        loss = plain.model(**default_data_collator(rows[first : first + 4])).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    return losses, expected
 
 
 def found(folder: Path, name: str, key: str) -> list[float]:
@@ -126,6 +167,8 @@ def test_a_trainer_of_graphs_is_the_trainer_on_two_ranks(tmp_path):
         for key in ("loss", "grad_norm"):
             plain = found(tmp_path, f"uneven {stream}, plain", key)
             assert len(plain) == steps and found(tmp_path, f"uneven {stream}", key) == pytest.approx(plain, rel=1e-5)
+        ours, theirs = (torch.load(tmp_path / f"uneven {stream}{name}.pt") for name in ("", ", plain"))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     from transformers import LlamaForCausalLM
 
     weights = [
@@ -134,6 +177,6 @@ def test_a_trainer_of_graphs_is_the_trainer_on_two_ranks(tmp_path):
     for ours, theirs in zip(*(model.parameters() for model in weights), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     for name, (ours, theirs) in json.loads((tmp_path / "loops.json").read_text()).items():
-        assert len(ours) == {"Accelerate": 2, "Lightning": 3}[name]
+        assert len(ours) == {"Accelerate": 2, "Lightning": 6, "Lightning, a stream": 3}.get(name, 2)
         assert ours == pytest.approx(theirs, rel=1e-5), name
     assert not os.path.exists(tmp_path / "stage 3" / "checkpoint-2" / "optimizer.pt")
