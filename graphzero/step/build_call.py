@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 from graphzero.capture import GuardedAttributes, Inputs, constants_of_average
@@ -46,7 +47,8 @@ class BuildCallReader:
     def __init__(self, source: UserGraph, attributes: GuardedAttributes) -> None:
         self._source, self._attributes = source, attributes
         self._keys, self._groups = ProgramKeyBuilder(), ParameterGroups()
-        self._reader: BuildInputReader | None = None
+        self._reader: BuildInputReader | None = None  # of the build that has this code
+        self._build: CodeType | None = None
 
     def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, running: bool) -> BuildCall:
         """The record of a call, or of ``compile`` for such arguments, where not ``running``.
@@ -55,8 +57,9 @@ class BuildCallReader:
         of the Graph has and, where tensors are to be bound, ConfigError or PlacementError for one that has no values or
         device.
         """
-        if self._reader is None:
-            self._reader = self._source.reader()
+        build = getattr(self._source.owner.build, "__code__", None)
+        if self._reader is None or build is not self._build:
+            self._reader, self._build = self._source.reader(), build
         settings = self._source.config.settings
         transform, transformed = active_transform(settings), None
         if transform is None:

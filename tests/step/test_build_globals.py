@@ -243,6 +243,16 @@ CHANGES = [
     (functools.partial(ByAttribute, functools.partial(scaled)), "SCALE", 5.0),
     (ByTable, "SCALE", 5.0),
     (Decorated, "SCALE", 5.0),
+    (Direct, "Direct.build", lambda self, x: self.model(x) + 1),
+    (Direct, "Direct.build.__code__", (lambda self, x: self.model(x) + 1).__code__),  # as IPython's autoreload edits
+    (ByFunctions, "scaled.__code__", (lambda x: x + 1).__code__),
+    (ByMethod, "Base.helped", lambda self, x: x + 1),
+    (ByMethod, "Base.helped.__code__", (lambda self, x: x + 1).__code__),
+    (ByProperty, "Base.power", property(lambda self: 3)),
+    (ByProperty, "Base.power.fget.__code__", (lambda self: 3).__code__),
+    (ByObject, "Called.result", lambda self: self.x),
+    (ByCallable, "Callable.__call__", lambda self, x: x + 1),
+    (InModule, "Inner.forward", lambda self, x: self.fc(x)),
 ]
 
 
@@ -252,6 +262,15 @@ def test_a_global_that_is_bound_anew(kind, name, value, monkeypatch):
     torch.testing.assert_close(graph(x), graph.build(x))
     monkeypatch.setattr(f"{__name__}.{name}", value)
     torch.testing.assert_close(graph(x), graph.build(x))
+
+
+def test_a_build_that_is_replaced_may_take_other_arguments():
+    graph, x = Direct(), torch.randn(2, 3)
+    graph(x)
+    graph.build = lambda x, power: graph.model(x) ** power
+    torch.testing.assert_close(graph(x, power=3), graph.build(x, 3))
+    with pytest.raises(TypeError, match="power"):
+        graph(x)
 
 
 def test_what_a_class_holds_is_changed():

@@ -25,6 +25,7 @@ from graphzero.capture.guards.guarded_values import (
     MISSING,
     guarded_value,
     read_attribute,
+    split_path,
     values_match,
 )
 from graphzero.capture.guards.referenced_names import ReferencedNames
@@ -34,6 +35,7 @@ from graphzero.ir.source_location import is_project
 _OPAQUE_TYPES = (*FUNCTION_TYPES, MethodType, ModuleType, type, Tensor, nn.Module, Optimizer)
 _IN_KEY = frozenset({"training", *vars(nn.Module())})  # guarded by the call's key
 _OPTIMIZER_ATTRIBUTES = frozenset({"param_groups", "state", "_opt_called", "_step_count"})
+BUILD = "build.__code__"  # of a Graph, whose build may be replaced, by a notebook as by a person
 _HEAP_TYPE = 1 << 9  # of a class's flags: whether attributes of the class can be set
 _IMMUTABLE_TYPE = 1 << 8
 
@@ -71,6 +73,8 @@ class AttributeGuards:
             for name in names:
                 value = read_attribute(self.namespaces[label], name)
                 self._add_guard(self._owners.get("", self), f"{label}.{name}", value)
+        if "" in self._owners:
+            self._add_guard(self._owners[""], BUILD, read_attribute(self._owners[""], BUILD))
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -100,7 +104,7 @@ class AttributeGuards:
         return prefix is not None and self.guarded.get(prefix + name, MISSING) is None
 
     def _current_value(self, path: str) -> Any:
-        owner, _, name = path.rpartition(".")
+        owner, name = split_path(path, self._owners)
         return read_attribute(self._owners[owner], name)
 
     def _record_reads_of(self, kind: type) -> None:

@@ -16,6 +16,7 @@ from graphzero.capture.guards.guarded_values import (
     guarded_value,
     needs_rebuild,
     read_attribute,
+    split_path,
     tensor_identity,
     values_match,
 )
@@ -114,13 +115,13 @@ class GuardedAttributes:
         owners = {"": self._graph, **{path: x for pairs in inside for path, x in pairs}, **self._namespaces}
         names_of: dict[str, list[str]] = {}
         for path in self._constant_paths:
-            owner, name = _split_path(path, owners)
+            owner, name = split_path(path, owners)
             names_of.setdefault(owner, []).append(name)
         self._readers = [(owners[path], attrgetter(*names), names) for path, names in names_of.items()]
-        split = [_split_path(path, owners) for path in self._rebuilt_paths]
+        split = [split_path(path, owners) for path in self._rebuilt_paths]
         self._rebuilders = [(owners[owner], name) for owner, name in split]
         paths = (*self._constant_paths, *self._rebuilt_paths)
-        self._inner_paths = {path for path in paths if self._is_inner(*_split_path(path, owners))}
+        self._inner_paths = {path for path in paths if self._is_inner(*split_path(path, owners))}
         constant_paths = [f"{owner}.{name}" if owner else name for owner, names in names_of.items() for name in names]
         self._paths = [*constant_paths, *self._rebuilt_paths]
 
@@ -142,14 +143,6 @@ def _writes_since(before: ObjectIdentity, now: ObjectIdentity) -> str:
     """Writes to a tensor since build read it, in words."""
     moved = "" if now.address == before.address else ", lies elsewhere"
     return f"written to {now.version - before.version} times{moved}"
-
-
-def _split_path(path: str, owners: Mapping[str, Any]) -> tuple[str, str]:
-    owner, name = path, ""
-    while owner not in owners or not name:
-        owner, _, last = owner.rpartition(".")
-        name = f"{last}.{name}" if name else last
-    return owner, name
 
 
 def _read_names(owner: Any, getter: Callable[[Any], Any], names: Iterable[str]) -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 import functools
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from types import BuiltinFunctionType, FunctionType, SimpleNamespace
+from types import BuiltinFunctionType, CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 CONSTANT_TYPES = (
-    type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, enum.Enum,
+    type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, enum.Enum, CodeType,
 )  # fmt: skip
 FUNCTION_TYPES = (FunctionType, BuiltinFunctionType)
 _SET_TYPES = (set, frozenset)
@@ -57,6 +57,15 @@ def read_attribute(owner: Any, name: str) -> Any:
         return attrgetter(name)(owner)
     except AttributeError:
         return MISSING
+
+
+def split_path(path: str, owners: Container[str]) -> tuple[str, str]:
+    """The longest owner that a path begins with, and the name behind it, which may have dots."""
+    owner, name = path, ""
+    while owner not in owners or not name:
+        owner, _, last = owner.rpartition(".")
+        name = f"{last}.{name}" if name else last
+    return owner, name
 
 
 def values_match(a: Any, b: Any) -> bool:

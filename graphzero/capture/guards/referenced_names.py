@@ -24,6 +24,7 @@ _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _OF_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _CACHED = type(functools.lru_cache(len))
 _CONTAINERS = (dict, list, tuple)
+_WAYS = {property: ".fget", functools.cached_property: ".func", functools.partial: ".func", _CACHED: ".__wrapped__"}
 _MANY = 1000  # entries of a container that is looked into
 _MAKING = ("__init__", "__new__", "__post_init__")
 
@@ -61,7 +62,8 @@ class ReferencedNames:
     """Names that ``build`` and the functions behind it refer to.
 
     namespaces: ``global train``, ``variable Train.build`` or ``class train.Options`` -> the owner of the names.
-    names: the names in each.
+    names: the names in each.  Of the project's functions and methods also ``name.__code__``, which changes where one is
+    edited in place, as by IPython's autoreload.
     has_exact_float: whether one of the functions asks ``is float``, to which an object of a subclass is none.
     """
 
@@ -71,6 +73,7 @@ class ReferencedNames:
         self.names: dict[str, dict[str, None]] = {}
         self._labels: dict[int, str] = {}  # id of a dict of globals, or of a function -> its space
         self._methods: dict[str, list[Any]] = {}
+        self._homes: dict[int, tuple[type, str]] = {}  # id of a function -> the class that has it, and its name there
         self._asked: set[str] = set()  # names that were read from anything
         self._seen: set[int] = set()
         self._classes: set[tuple[type, bool]] = set()  # with whether objects of them are made
@@ -99,6 +102,8 @@ class ReferencedNames:
             for name, value in vars(base).items():
                 functions = list(_functions(value))
                 self._methods.setdefault(name, []).extend(functions)
+                for function in functions:
+                    self._homes[id(function)] = base, f"{name}{_WAYS.get(type(value), '')}.__code__"
                 implied = name[:2] == name[-2:] == "__" and (is_made or name not in _MAKING)
                 if implied or name in self._asked:
                     self._todo += functions
@@ -120,6 +125,9 @@ class ReferencedNames:
 
     def _follow(self, function: FunctionType) -> None:
         if is_project(function.__globals__.get("__name__")):
+            if id(function) in self._homes:
+                home, name = self._homes[id(function)]
+                self.names.setdefault(self._class_space(home), {})[name] = None
             for code in codes(function.__code__):
                 self._follow_instructions(function, dis.get_instructions(code))
         else:  # a library's decorator
@@ -150,8 +158,11 @@ class ReferencedNames:
             names = vars(owner)
             return self._note(self._space(f"global {owner.__name__}", id(names), GlobalNamespace(names)), name)
         if isinstance(owner, type) and is_project(owner.__module__):
-            return self._note(self._space(f"class {owner.__module__}.{owner.__qualname__}", id(owner), owner), name)
+            return self._note(self._class_space(owner), name)
         return None
+
+    def _class_space(self, kind: type) -> str:
+        return self._space(f"class {kind.__module__}.{kind.__qualname__}", id(kind), kind)
 
     def _space(self, label: str, identity: int, space: Any) -> str:
         """The label of a space, with a number where another one has the same."""
@@ -164,6 +175,8 @@ class ReferencedNames:
     def _note(self, label: str, name: str) -> Any:
         value = getattr(self.namespaces[label], name, None)
         self.names.setdefault(label, {})[name] = None
+        if isinstance(value, FunctionType) and is_project(value.__globals__.get("__name__")):
+            self.names[label][f"{name}.__code__"] = None
         self._todo.append(value)
         return value
 
