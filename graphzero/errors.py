@@ -91,6 +91,7 @@ def hides_frames(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True  # IPython and pytest leave this frame out
         try:
             return function(*args, **kwargs)
         except GraphZeroError as error:
@@ -130,7 +131,9 @@ def _is_caught_here(error: BaseException) -> bool:
 def _user_frames(traceback: TracebackType | None) -> TracebackType | None:
     frames = []
     while traceback is not None:
-        if not any(part in traceback.tb_frame.f_code.co_filename for part in _HIDDEN):
+        file, names = traceback.tb_frame.f_code.co_filename, traceback.tb_frame.f_globals
+        is_generated = file == "<string>" and "__name__" not in names  # by make_fx, and not `python -c`
+        if not is_generated and not any(part in file for part in _HIDDEN):
             frames.append(traceback)
         traceback = traceback.tb_next
     shown: TracebackType | None = None

@@ -381,6 +381,15 @@ def test_repr_shows_configuration_parameters_and_program():
     assert gz.nn.Graph is gz.Graph
 
 
+def test_notebooks_show_what_print_shows():
+    pretty = pytest.importorskip("IPython.lib.pretty").pretty
+    model = mlp()
+    graph = mse_graph(model, sgd(model), 3)
+    graph(*batch(0))
+    for shown in (graph.program, graph.plan, gz.explain(graph, "model_0_weight")):
+        assert pretty(shown) == str(shown)
+
+
 class TwoOptimizers(gz.Graph):
     def __init__(self) -> None:
         super().__init__(gz.placement("cpu", range(1), virtual=True))

@@ -17,6 +17,7 @@ from graphzero.graph import Graph
 from graphzero.inspect.stage_parts import node_of_part, place_lines
 from graphzero.ir import calls, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.notebook_text import show_as_printed
 from graphzero.ir.text.printer import print_line
 from graphzero.ir.transfer import delivered
 from graphzero.ir.verifier.verify import examine
@@ -89,6 +90,8 @@ class Explanation:
     choices: list[SbpChoice]
     places: list[str] = field(default_factory=list)
     ways: list[str] = field(default_factory=list)
+
+    _repr_pretty_ = show_as_printed
 
     def __str__(self) -> str:
         head = f"{self.line}" + (f"    {self.source}" if self.source else "")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from graphzero.ir.notebook_text import show_as_printed
+
 KINDS = ("outputs", "gradients", "parameters", "states")
 
 
@@ -71,6 +73,8 @@ class Report:
         if not self.where:
             return "agrees, but results are not finite" if self.nonfinite else "agrees"
         return "differs as captured" if self.where == "captured" else f"differs from pass {self.where} on"
+
+    _repr_pretty_ = show_as_printed
 
     def __str__(self) -> str:
         wide = max(22, *(len(_where(stage)) for stage in self.stages))

@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from graphzero import _compat
 from graphzero.errors import SbpError, VerifyError
 from graphzero.ir import ops, value
+from graphzero.ir.notebook_text import show_as_printed
 from graphzero.ir.text.printer import print_graph
 from graphzero.ir.value import Role, TensorType, Type
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN, SAME
@@ -59,6 +60,8 @@ class StepGraph:
         if self._module is None or self._module.graph is not self.graph:
             self._module = _compat.LazyGraphModule(torch.nn.Module(), self.graph, class_name=self.name)
         return self._module
+
+    _repr_pretty_ = show_as_printed
 
     def __str__(self) -> str:
         return print_graph(self)

@@ -16,6 +16,7 @@ from torch import fx
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory_space import is_offload, is_reload
+from graphzero.ir.notebook_text import show_as_printed
 from graphzero.ir.storage.arena import Arena
 from graphzero.ir.storage.liveness import Bytes, Liveness, StorageSpan, liveness
 from graphzero.ir.transfer import Transfer
@@ -219,6 +220,8 @@ class Plan:
             "decisions": list(self.decisions),
             "pipeline": asdict(self.pipeline) if self.pipeline is not None else None,
         }
+
+    _repr_pretty_ = show_as_printed
 
     def __str__(self) -> str:
         lines = [f"plan of {self.name} on {self.placement}, per rank ({self.parameters:,} parameters)", ""]

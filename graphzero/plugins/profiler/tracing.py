@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from graphzero import _compat
 from graphzero.errors import ConfigError, hides_frames
 from graphzero.graph import Graph
+from graphzero.ir.notebook_text import show_as_printed
 from graphzero.plan.device import Device
 from graphzero.plan.timeline import Event
 from graphzero.plugins.profiler import chrome, compare, words
@@ -78,6 +79,8 @@ class Trace(TraceData):
     def report(self, threshold: float = 0.05) -> str:
         """A report of a few lines: where the step's seconds went, and any ``differences`` and ``broken``."""
         return words.report(self, threshold)
+
+    _repr_pretty_ = show_as_printed
 
     def __str__(self) -> str:
         return self.report()
