@@ -68,3 +68,16 @@ def test_a_batch_that_micro_batches_do_not_divide_is_told_what_a_call_takes():
     graph.config.set_gradient_accumulation_steps(4)
     with pytest.raises(gz.ConfigError, match="a call takes all micro-batches of a rank .*batch_per_rank"):
         graph(torch.ones(6, 4), torch.zeros(6).long())
+
+
+def test_processes_that_do_not_know_of_each_other_do_not_train_by_themselves_unseen(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match="mpirun counts 2 processes .*each trains by itself.*torchrun"):
+        gz.Graph()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for placement in (None, gz.placement("cpu", [0])):
+        with pytest.raises(gz.PlacementError, match="WORLD_SIZE=2, but RANK, MASTER_ADDR, MASTER_PORT are not set"):
+            gz.Graph(placement)
+    gz.Graph(ONE)

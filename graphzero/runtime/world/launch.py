@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import warnings
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,11 +21,38 @@ from graphzero.sbp import meshes
 from graphzero.sbp.placement import Placement, as_placement, placement
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec", "SLURM_STEP_NUM_TASKS": "srun"}
 
 
 def has_launcher() -> bool:
     """Return whether the environment says how to reach the other processes, as torchrun's does."""
     return all(name in os.environ for name in _LAUNCHER)
+
+
+def is_alone() -> bool:
+    """Return whether this process has no process group, nor an environment that says how to make one.
+
+    Warns where a launcher that sets other variables has started several.  Raises PlacementError where some of
+    torchrun's variables are missing: ranks would train by themselves.
+    """
+    if has_world() or has_launcher():
+        return False
+    missing = [name for name in _LAUNCHER if name not in os.environ]
+    unset = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1":
+        raise PlacementError(
+            f"WORLD_SIZE={size}, but {unset}, by which ranks reach each other; start them with torchrun, which sets all "
+            "four, or set the rest"
+        )
+    for name, launcher in _OTHER_LAUNCHERS.items():
+        if os.environ.get(name, "1") != "1":
+            warnings.warn(
+                f"{launcher} counts {os.environ[name]} processes ({name}), but {unset}, so each trains by itself; where "
+                "they are ranks of one job, start them with torchrun, or set these variables",
+                stacklevel=2,
+            )
+    return True
 
 
 def has_world() -> bool:
@@ -50,7 +78,7 @@ def resolve(wanted: Placement | DeviceMesh | None) -> Placement:
     """
     check_own_process()
     if wanted is None:
-        if not has_world() and not has_launcher():
+        if is_alone():
             return placement(_device_type(1), range(1), virtual=True)
         ensure_world(None)
         size = dist.get_world_size()
@@ -67,7 +95,7 @@ def located(wanted: Placement | DeviceMesh) -> Placement:
     if place.virtual:
         return place
     check_own_process()
-    if not has_world() and not has_launcher():
+    if is_alone():
         if place.size == 1:
             return placement(place.device_type, place.ranks, place.names, virtual=True)
         raise PlacementError(
