@@ -42,14 +42,14 @@ def is_alone() -> bool:
     size = os.environ.get("WORLD_SIZE", "1")
     if size != "1":
         raise PlacementError(
-            f"WORLD_SIZE={size}, but {unset}, by which ranks reach each other; start them with torchrun, which sets all "
-            "four, or set the rest"
+            f"WORLD_SIZE={size}, but {unset}, by which ranks reach each other; start them with torchrun, which sets "
+            "all four, or set the rest"
         )
     for name, launcher in _OTHER_LAUNCHERS.items():
         if os.environ.get(name, "1") != "1":
             warnings.warn(
-                f"{launcher} counts {os.environ[name]} processes ({name}), but {unset}, so each trains by itself; where "
-                "they are ranks of one job, start them with torchrun, or set these variables",
+                f"{launcher} counts {os.environ[name]} processes ({name}), but {unset}, so each trains by itself; "
+                "where they are ranks of one job, start them with torchrun, or set these variables",
                 stacklevel=2,
             )
     return True
