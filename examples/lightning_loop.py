@@ -67,7 +67,9 @@ class GraphModule(PlainModule):
         """Put whole tensors in the place of shards; every rank calls it."""
         full = self.graph.full_state_dict()
         checkpoint["state_dict"] = {f"model.{name}": x for name, x in full["modules"]["model"].items()}
-        checkpoint["optimizer_states"], checkpoint["random"] = full["optimizers"], full["random"]
+        checkpoint["random"] = full["random"]
+        if "optimizer_states" in checkpoint:  # not with save_weights_only
+            checkpoint["optimizer_states"] = full["optimizers"]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.random = checkpoint["random"]  # Lightning loads the rest, before the first step splits it
