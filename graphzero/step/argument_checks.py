@@ -55,6 +55,8 @@ def _unwrapped(wrapper: str) -> str:
             "compiled by torch.compile, and a Graph compiles the whole step; give the module itself (the one before "
             'compiling, or model._orig_mod), and say config.set_executor("inductor") to have torch compile'
         )
+    if wrapper == "ScriptModule":
+        return "TorchScript, whose code cannot be read; give the Python module that it was made from"
     if wrapper == "FSDPModule":
         return (
             "split by fully_shard, which does part of a Graph's work; give a module on which it was not called, and "

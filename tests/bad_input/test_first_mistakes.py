@@ -16,6 +16,8 @@ BATCH = torch.ones(8, 4), torch.zeros(8).long()
 def test_a_model_that_torch_compiles_is_to_be_given_as_it_is():
     with pytest.raises(gz.ConfigError, match=r'compiled by torch.compile.*_orig_mod.*set_executor\("inductor"\)'):
         ClassifierGraph(torch.compile(nn.Linear(4, 3)))
+    with pytest.raises(gz.ConfigError, match="TorchScript.*give the Python module that it was made from"):
+        ClassifierGraph(torch.jit.trace(nn.Linear(4, 3), BATCH[0]))
 
 
 def test_a_model_that_fsdp2_splits_is_to_be_given_before_that():
