@@ -47,8 +47,10 @@ class BuildCallReader:
     def __init__(self, source: UserGraph, attributes: GuardedAttributes) -> None:
         self._source, self._attributes = source, attributes
         self._keys, self._groups = ProgramKeyBuilder(), ParameterGroups()
-        self._reader: BuildInputReader | None = None  # of the build that has this code
-        self._build: CodeType | None = None
+        self._reader: BuildInputReader | None = None  # of ``_build``, which is the ``_number``-th of ``_builds``
+        self._build: tuple[Any, CodeType | None] = None, None
+        self._builds: list[tuple[Any, CodeType | None]] = []
+        self._number = 0
 
     def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, running: bool) -> BuildCall:
         """The record of a call, or of ``compile`` for such arguments, where not ``running``.
@@ -57,27 +59,37 @@ class BuildCallReader:
         of the Graph has and, where tensors are to be bound, ConfigError or PlacementError for one that has no values or
         device.
         """
-        build = getattr(self._source.owner.build, "__code__", None)
-        if self._reader is None or build is not self._build:
-            self._reader, self._build = self._source.reader(), build
+        reader = self._reader_of_build()
         settings = self._source.config.settings
         transform, transformed = active_transform(settings), None
         if transform is None:
-            inputs = self._reader.read_inputs(args, kwargs, dict(settings.inputs), running)
+            inputs = reader.read_inputs(args, kwargs, dict(settings.inputs), running)
         else:
             ranks = self._source.ranks
-            inputs, transformed = transform.read_inputs(self._reader, ranks, settings, args, kwargs, running)
+            inputs, transformed = transform.read_inputs(reader, ranks, settings, args, kwargs, running)
         tensors, is_bound = state.check_binding()
         if not is_bound:
             self._keys.read_counters(state, tensors)
         self._attributes.read_values(state.modules, tensors)
         self._groups.read_groups(self._source.optimizers)
         baked = (*self._groups.baked, *map(constants_of_average, self._source.averages))
-        key = self._keys.build_key(inputs, state, tensors, settings, baked)
+        key = self._keys.build_key(inputs, state, tensors, settings, baked, self._number)
         if running and state.program is None:
             state.check_real()
         is_global = any(leaf.is_global for leaf in inputs.leaves)
         return BuildCall(inputs, state, settings, key, self._numbers(inputs), is_global, transformed)
+
+    def _reader_of_build(self) -> BuildInputReader:
+        """The reader for build as it is now: a person may have replaced it, and IPython's autoreload its code."""
+        build = self._source.owner.build
+        function, code = getattr(build, "__func__", build), getattr(build, "__code__", None)
+        if self._reader is None or function is not self._build[0] or code is not self._build[1]:
+            self._reader, self._build = self._source.reader(), (function, code)
+            same = (i for i, (one, its) in enumerate(self._builds) if one is function and its is code)
+            self._number = next(same, len(self._builds))
+            if self._number == len(self._builds):
+                self._builds.append(self._build)
+        return self._reader
 
     def with_numbers_now(self, call: BuildCall) -> BuildCall:
         """``call`` with hyperparameters that have changed since it was read."""

@@ -77,19 +77,21 @@ class ProgramKeyBuilder:
         tensors: Mapping[str, ModuleTensor],
         settings: Settings,
         groups: tuple[Any, ...],
+        build: int,
     ) -> ProgramKey:
-        """See ``ProgramKey``; the same object for the same call again.  groups: constants of parameter groups.
+        """See ``ProgramKey``; the same object for the same call again.  groups: constants of parameter groups.  build:
+        the number of the Graph's build, where it has been replaced.
 
         Raises ConfigError for an optimizer's parameter that no module of the Graph has."""
         self._look(state, tensors)
         chosen, nds, modes = [_selects(leaf) for leaf in inputs.leaves], state.given_nds(tensors), _modes()
         placed, fixed = [leaf.nd for leaf in inputs.leaves], self._parts
-        facts = inputs.spec, chosen, placed, modes, groups, self._counters, fixed, nds, settings.fingerprint
+        facts = inputs.spec, chosen, placed, modes, groups, build, self._counters, fixed, nds, settings.fingerprint
         if self._last is None or facts != self._facts:
             names = [f"input {leaf.name}" for leaf in inputs.leaves]
             parts = [("input structure", inputs.spec), *zip(names, chosen, strict=True)]
             parts += [("torch settings", modes), ("optimizer settings", groups), ("step counters", self._counters)]
-            parts.append(("mixed precision", settings.amp))
+            parts += [("mixed precision", settings.amp), ("number of build, which was replaced", build)]
             if (transform := active_transform(settings)) is not None:
                 parts.append(transform.capture_key(settings))
             self._last = ProgramKey((*parts, *fixed), placed_of(inputs, nds), settings.fingerprint)

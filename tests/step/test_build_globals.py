@@ -246,6 +246,9 @@ CHANGES = [
     (Direct, "Direct.build", lambda self, x: self.model(x) + 1),
     (Direct, "Direct.build.__code__", (lambda self, x: self.model(x) + 1).__code__),  # as IPython's autoreload edits
     (ByFunctions, "scaled.__code__", (lambda x: x + 1).__code__),
+    (Decorated, "Decorated.build", torch.no_grad()(lambda self, x: self.model(x) + 1)),
+    (Decorated, "Decorated.build.__wrapped__.__code__", (lambda self, x: self.model(x) + 1).__code__),
+    (Decorated, "fixed", torch.no_grad()(lambda x: x + 1)),
     (ByMethod, "Base.helped", lambda self, x: x + 1),
     (ByMethod, "Base.helped.__code__", (lambda self, x: x + 1).__code__),
     (ByProperty, "Base.power", property(lambda self: 3)),
@@ -271,6 +274,9 @@ def test_a_build_that_is_replaced_may_take_other_arguments():
     torch.testing.assert_close(graph(x, power=3), graph.build(x, 3))
     with pytest.raises(TypeError, match="power"):
         graph(x)
+    for number in (2, 3):
+        graph.build = functools.partial(lambda x, number: graph.model(x) * number, number=number)
+        torch.testing.assert_close(graph(x), graph.build(x))
 
 
 def test_what_a_class_holds_is_changed():

@@ -35,7 +35,6 @@ from graphzero.ir.source_location import is_project
 _OPAQUE_TYPES = (*FUNCTION_TYPES, MethodType, ModuleType, type, Tensor, nn.Module, Optimizer)
 _IN_KEY = frozenset({"training", *vars(nn.Module())})  # guarded by the call's key
 _OPTIMIZER_ATTRIBUTES = frozenset({"param_groups", "state", "_opt_called", "_step_count"})
-BUILD = "build.__code__"  # of a Graph, whose build may be replaced, by a notebook as by a person
 _HEAP_TYPE = 1 << 9  # of a class's flags: whether attributes of the class can be set
 _IMMUTABLE_TYPE = 1 << 8
 
@@ -73,8 +72,6 @@ class AttributeGuards:
             for name in names:
                 value = read_attribute(self.namespaces[label], name)
                 self._add_guard(self._owners.get("", self), f"{label}.{name}", value)
-        if "" in self._owners:
-            self._add_guard(self._owners[""], BUILD, read_attribute(self._owners[""], BUILD))
         return self
 
     def __exit__(self, *raised: Any) -> None:

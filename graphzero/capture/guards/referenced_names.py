@@ -103,7 +103,7 @@ class ReferencedNames:
                 functions = list(_functions(value))
                 self._methods.setdefault(name, []).extend(functions)
                 for function in functions:
-                    self._homes[id(function)] = base, f"{name}{_WAYS.get(type(value), '')}.__code__"
+                    self._homes[id(function)] = base, name + _WAYS.get(type(value), "")
                 implied = name[:2] == name[-2:] == "__" and (is_made or name not in _MAKING)
                 if implied or name in self._asked:
                     self._todo += functions
@@ -124,14 +124,17 @@ class ReferencedNames:
                 self._follow(function)
 
     def _follow(self, function: FunctionType) -> None:
+        home, way = self._homes.get(id(function), (None, ""))
+        if home is not None:
+            self.names.setdefault(self._class_space(home), {}).update({way: None, f"{way}.__code__": None})
         if is_project(function.__globals__.get("__name__")):
-            if id(function) in self._homes:
-                home, name = self._homes[id(function)]
-                self.names.setdefault(self._class_space(home), {})[name] = None
             for code in codes(function.__code__):
                 self._follow_instructions(function, dis.get_instructions(code))
         else:  # a library's decorator
-            self._todo.append(getattr(function, "__wrapped__", None))
+            wrapped = getattr(function, "__wrapped__", None)
+            if home is not None:
+                self._homes.setdefault(id(wrapped), (home, f"{way}.__wrapped__"))
+            self._todo.append(wrapped)
 
     def _follow_instructions(self, function: FunctionType, steps: Iterable[dis.Instruction]) -> None:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
