@@ -16,9 +16,9 @@ from torch import fx
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory_space import is_offload, is_reload
-from graphzero.ir.notebook_text import show_as_printed
 from graphzero.ir.storage.arena import Arena
 from graphzero.ir.storage.liveness import Bytes, Liveness, StorageSpan, liveness
+from graphzero.ir.text.notebook_text import show_as_printed
 from graphzero.ir.transfer import Transfer
 from graphzero.ir.transfer_layout import shape_on
 from graphzero.ir.verifier.verify import examine

@@ -1,4 +1,4 @@
-"""How notebooks show results that are made to be read."""
+"""Notebooks: how they show results that are printed elsewhere."""
 
 from __future__ import annotations
 
