@@ -145,12 +145,16 @@ def _forward_of_rows(
 ) -> tuple[Tensor, Tensor]:
     """Result and logsumexp; places: those of the queries."""
     blocks = list(causal_blocks(q.shape[2], k.shape[2], places, of_keys))
-    if len(blocks) == 1 and blocks[0].rows.start == 0:
-        ((_, keys, causal),) = blocks
-        return _forward(q, k[:, :, keys], v[:, :, keys], None, causal, scale)
     sums = wide(q.dtype)
-    out = q.new_zeros((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), dtype=sums).transpose(1, 2)
-    logsumexp = q.new_full(q.shape[:3], -torch.inf, dtype=sums)
+    if blocks and blocks[0].rows.start == 0:  # of all rows
+        _, keys, causal = blocks.pop(0)
+        out, logsumexp = _forward(q, k[:, :, keys], v[:, :, keys], None, causal, scale)
+        if not blocks:
+            return out, logsumexp
+        out = out.to(sums)
+    else:
+        out = q.new_zeros((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), dtype=sums).transpose(1, 2)
+        logsumexp = q.new_full(q.shape[:3], -torch.inf, dtype=sums)
     for rows, keys, causal in blocks:
         result = _forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], None, causal, scale)
         out[:, :, rows], logsumexp[:, :, rows] = merge(out[:, :, rows], logsumexp[:, :, rows], *result)
@@ -162,17 +166,25 @@ def _backward_of_rows(
     of_keys: RowPlaces = WHOLE,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of these queries, and what they add to those of all keys and values."""
-    dq, dk, dv = (
-        torch.zeros_like(x.transpose(1, 2), memory_format=torch.contiguous_format, dtype=dtype).transpose(1, 2)
-        for x, dtype in ((q, wide(q.dtype)), (k, k.dtype), (v, v.dtype))
-    )
-    for rows, keys, causal in causal_blocks(q.shape[2], k.shape[2], places, of_keys):
+    blocks = list(causal_blocks(q.shape[2], k.shape[2], places, of_keys))
+    dk, dv, sums = _zeros_like(k, k.dtype), _zeros_like(v, v.dtype), wide(q.dtype)
+    dq = None if blocks and blocks[0].rows.start == 0 else _zeros_like(q, sums)  # the first block may be of all rows
+    for rows, keys, causal in blocks:
         operands = grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows]
         more, dk[:, :, keys], dv[:, :, keys] = _backward(
             *operands, logsumexp[:, :, rows].contiguous(), None, causal, scale
         )
-        dq[:, :, rows] += more
+        if dq is None:
+            dq = more.to(sums)
+        else:
+            dq[:, :, rows] += more
+    assert dq is not None
     return dq.to(q.dtype), dk, dv
+
+
+def _zeros_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    zeros = torch.zeros_like(x.transpose(1, 2), memory_format=torch.contiguous_format, dtype=dtype)
+    return zeros.transpose(1, 2)
 
 
 # ---- attention to some of the keys, by the places of both
