@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import graphzero as gz
+from graphzero.capture import capture
 
 D, ROWS, TOKENS = 4, 6, 11
 NAN = float("nan")
@@ -180,6 +181,21 @@ def test_what_padding_cannot_be_kept_out_of_is_refused_with_the_op_and_the_line(
 def test_what_is_otherwise_at_other_sizes_is_refused(work, message):
     with pytest.raises(gz.CaptureError, match=message):
         Step(nn.Linear(D, D), [lambda h, m, i: work(h)]).compile(*batch(3, 8))
+
+
+def test_a_size_of_the_model_is_refused_after_few_captures(monkeypatch):
+    """A slice of all positions is no op, and two other sizes at which it is one suffice to say so."""
+    table, trials = torch.zeros(TOKENS, D), []
+
+    def captured(step, inputs):
+        trials.append(inputs)
+        return capture(step, inputs)
+
+    monkeypatch.setattr("graphzero.plugins.ragged.unpadded.capture", captured)
+    graph = Step(nn.Linear(D, D), [lambda h, m, i: (h + table[: h.shape[1]]).mean()])
+    with pytest.raises(gz.CaptureError, match="is another program at .*tokens=9"):
+        graph.compile(*batch(3, 8))
+    assert len(trials) == 4  # other rows, which agree, and other tokens; twice
 
 
 class Returns(gz.Graph):

@@ -37,20 +37,36 @@ def unpadded(step: Step, inputs: Inputs, padded: Padded, captured: Captured) -> 
 
 
 def _compared(step: Step, inputs: Inputs, padded: Padded, captured: Captured, graph: StepGraph) -> Sizes:
+    """The step at other sizes too.  Captures are compared one by one, so that few are made of a step that is refused:
+    two other sizes at which it is one program, and another one than here, suffice for that.
+    """
     failure: CaptureError | None = None
+    differing: list[StepGraph] = []
     for far in _TRIES:
-        at = trials(padded.ragged, far)
-        others = [_captured(step, _with(inputs, padded, sizes), sizes) for sizes in at]
+        at, others = trials(padded.ragged, far), list[Captured]()
         try:
-            sizes = Sizes([graph, *(other.graph for other in others)], padded.ragged, at)
+            for trial in at:
+                others.append(_captured(step, _with(inputs, padded, trial), trial))
+                sizes = Sizes([graph, *(other.graph for other in others)], padded.ragged, at[: len(others)])
         except Differs as differs:
-            failure = failure or _other_program(differs, padded, at)
+            failure = failure or _other_program(differs, padded, at[: len(others)])
+            if any(_is_alike(other, others[-1].graph) for other in differing):
+                break
+            differing.append(others[-1].graph)
             continue
         for other in others:
             _check_constants(captured, other)
         return sizes
     assert failure is not None
     raise failure
+
+
+def _is_alike(one: StepGraph, other: StepGraph) -> bool:
+    try:
+        Sizes([one, other], [], [])
+    except Differs:
+        return False
+    return True
 
 
 def _with(inputs: Inputs, padded: Padded, sizes: Mapping[str, int]) -> Inputs:
