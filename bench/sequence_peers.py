@@ -1,0 +1,187 @@
+"""Steps on a split sequence beside DeepSpeed's Ulysses, on gloo ranks of one thread.
+
+    python bench/sequence_peers.py                              # two ranks, sequences of 1,024 tokens
+    python bench/sequence_peers.py --ranks 4 --length 4096
+    python bench/sequence_peers.py --systems "graphzero, ring" DeepSpeed
+
+All train the same GPT from the same weights with fused AdamW on the same sequences, of which each rank holds a piece.
+DeepSpeed is its ``DistributedAttention`` in a model that is written for pieces, under DDP; it is there if it can be
+imported (``pip install deepspeed``).  torch's ``context_parallel`` has no attention for a CPU (docs/sequences.md).
+A step is timed from a barrier of all ranks to the next, optimizer included.  Rounds alternate, in another order each;
+a round's first step does not count.  A ratio is that of medians in one round; shown are its median over rounds and its
+quartiles.  *CPU* are the processor's seconds in a step, mean over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from _run import average, markdown, on_gloo, options_of
+from step_time import Timed, ms
+from systems import adamw
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from workloads import GPT, Shape, gpt
+
+import graphzero as gz
+from graphzero.sbp import S
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of [batch, length, heads, dim] each
+Step = Callable[[Tensor, Tensor], Tensor]  # this rank's pieces -> the loss, of these or of all
+
+
+def shape_of(options: argparse.Namespace) -> Shape:
+    return Shape(2048, options.width, options.layers, options.heads, options.batch, options.length)
+
+
+def model_of(options: argparse.Namespace) -> GPT:
+    torch.manual_seed(0)
+    return GPT(shape_of(options))
+
+
+class Train(gz.Graph):
+    """A step on pieces of sequences."""
+
+    def __init__(self, options: argparse.Namespace, way: str, executor: str):
+        super().__init__(gz.placement("cpu", [list(range(options.ranks))], names=("dp", "cp")))
+        self.model = model_of(options)
+        self.add_optimizer(adamw(self.model))
+        self.config.set_split_attention(way)
+        self.config.set_executor(executor)
+        for name in ("x", "y"):
+            self.config.set_input(name, sbp=(S(0), S(1)))
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = self.model(x, y)
+        loss.backward()
+        return loss
+
+
+def graphzero(options: argparse.Namespace, way: str, executor: str = "eager") -> Step:
+    return Train(options, way, executor)
+
+
+class PieceOfGPT(nn.Module):
+    """The model for one rank's piece of every sequence: places are its own, and the loss is the mean over the piece."""
+
+    def __init__(self, model: GPT, attention: Attention):
+        super().__init__()
+        self.model, self.attention = model, attention
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        start, model = dist.get_rank() * x.shape[1], self.model
+        h = model.tokens(x) + model.positions(torch.arange(start, start + x.shape[1]))
+        for block in model.blocks:
+            q, k, v = block.qkv(block.norm1(h)).unflatten(-1, (3, block.heads, -1)).unbind(2)
+            h = h + block.out(self.attention(q, k, v).flatten(2))
+            h = h + block.mlp(block.norm2(h))
+        return F.cross_entropy(model.head(model.norm(h)).flatten(0, 1), y.flatten())
+
+
+def attention_of_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous()
+
+
+def deepspeed(options: argparse.Namespace) -> Step:
+    os.environ.update(DS_ACCELERATOR="cpu", DEEPSPEED_LOG_LEVEL="error")
+    logging.disable(logging.WARNING)
+    import deepspeed as package
+    from deepspeed.sequence.layer import DistributedAttention
+
+    package.init_distributed("gloo", dist_init_required=False)
+    exchange = DistributedAttention(attention_of_heads, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+    model = model_of(options)
+    optimizer = adamw(model)
+    piece = DistributedDataParallel(PieceOfGPT(model, lambda q, k, v: exchange(q, k, v, 0)))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = piece(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+PEER = "DeepSpeed"
+SYSTEMS: dict[str, Callable[[argparse.Namespace], Step]] = {
+    **{f"graphzero, {way}": partial(graphzero, way=way) for way in ("exchange", "gather", "ring")},
+    "graphzero + inductor, exchange": partial(graphzero, way="exchange", executor="inductor"),
+    PEER: deepspeed,
+}
+
+
+def time_systems(rank: int, options: argparse.Namespace) -> dict[str, Timed]:
+    """Every rank: alternate rounds of all systems."""
+    whole = [gpt(shape_of(options)).batch(step, options.batch) for step in range(4)]
+    batches = [[x.chunk(options.ranks, 1)[rank].contiguous() for x in batch] for batch in whole]
+    steps = {name: SYSTEMS[name](options) for name in options.systems}
+    losses = {name: [average(float(step(*batches[0])))] for name, step in steps.items()}
+    seconds: dict[str, list[list[float]]] = defaultdict(list)
+    cpu: dict[str, list[list[float]]] = defaultdict(list)
+    names = list(steps)
+    for turn in range(options.rounds):
+        first = turn % len(names)
+        for name in [*names[first:], *names[:first]]:
+            seconds[name].append([])
+            cpu[name].append([])
+            for i in range(options.steps):
+                dist.barrier()
+                used, started = time.process_time(), time.perf_counter()
+                loss = steps[name](*batches[(turn * options.steps + i) % len(batches)])
+                dist.barrier()
+                if i:
+                    seconds[name][-1].append(time.perf_counter() - started)
+                    cpu[name][-1].append(time.process_time() - used)
+                losses[name].append(average(float(loss)))
+    return {name: Timed(seconds[name], average(cpu[name]), losses[name]) for name in names}
+
+
+def time_table(times: Mapping[str, Timed]) -> str:
+    rows, first = [], next(iter(times.values())).losses
+    for name, one in times.items():
+        beside = "-", "-"
+        if name != PEER and PEER in times:
+            low, middle, high = one.to(times[PEER])
+            beside = f"{middle:.2f} ({low:.2f} to {high:.2f})", f"{one.cpu_to(times[PEER]):.2f}"
+        apart = max(abs(a - b) / abs(b) for a, b in zip(one.losses, first, strict=True))
+        rows.append([name, ms(one.fastest), ms(one.median), beside[0], ms(one.median_cpu), beside[1], f"{apart:.0e}"])
+    head = ["", "fastest, ms", "median, ms", f"of {PEER} (quartiles)", "CPU, ms", f"of {PEER}", "losses apart"]
+    return markdown(head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=2, help="sequences, of which each rank has a piece")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
+    parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {'; '.join(SYSTEMS)}")
+    options = options_of(parser)
+    names = options.systems or list(SYSTEMS)
+    options.systems = [name for name in SYSTEMS if name in names and (name != PEER or find_spec("deepspeed"))]
+    print(
+        f"GPT, {options.layers} layers of width {options.width}, {options.batch} sequences of {options.length} tokens; "
+        f"{options.ranks} gloo ranks, one thread each\n"
+    )
+    print(time_table(on_gloo(options.ranks, time_systems, options)))
+
+
+if __name__ == "__main__":
+    main()
