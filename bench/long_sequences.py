@@ -23,11 +23,11 @@ import torch
 from _run import markdown, options_of
 
 import graphzero as gz
+from graphzero.passes.place.attention_ways import WAYS
 from graphzero.plan import Plan
 from graphzero.sbp import S
 
 RANKS, LAYERS, LENGTH = 64, 32, 131072
-WAYS = ("exchange", "gather")
 HELD = {  # at the peak, by the categories of a plan
     "states": ("parameters", "optimizer_states", "buffers"), "16-bit parameters": ("compute_parameters",),
     "gradients": ("gradients", "accumulators"), "activations": ("activations", "temporaries", "arena"),

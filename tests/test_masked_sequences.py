@@ -172,6 +172,22 @@ def test_a_rank_holds_its_rows_of_a_mask_where_keys_are_gathered() -> None:
     assert length**2 < held["gather"] < length**2 * 2
 
 
+@pytest.mark.parametrize(("length", "way"), [(16, "S(1)"), (512, "S(2)")])
+def test_what_is_made_of_a_mask_counts_as_what_is_sent(length, way) -> None:
+    """Heads are fewer bytes than keys here, and their ranks make all rows of a mask: too many of a long sequence."""
+
+    def loss(model: nn.Module, x: Tensor, documents: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (8, -1)).transpose(1, 2)
+        mask = of_documents(documents, torch.arange(length))
+        return F.scaled_dot_product_attention(heads, heads, heads, mask[:, None]).sum()
+
+    graph = TrainGraph(nn.Linear(2, 2), loss, placement=placed(cp=4))
+    for name in ("x", "y"):
+        graph.config.set_input(name, sbp=S(1))
+    graph.compile(torch.empty(1, length, 64, device="meta"), torch.empty(1, length, dtype=torch.long, device="meta"))
+    assert splits_of_attention(graph) == {way}
+
+
 # ---- documents by their lengths
 
 

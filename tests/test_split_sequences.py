@@ -142,7 +142,7 @@ def test_a_step_on_a_split_sequence_is_that_of_plain_pytorch(sizes, options, pad
     graph = graph_of(Gpt().double(), placed(**sizes), **options)
     graph.config.set_split_attention("exchange")
     assert_parity(graph, padded=padded)
-    assert splits_of_attention(graph) == {"S(1)"}
+    assert splits_of_attention(graph) == ({"S(1)", "S(1, 2)"} if "cpb" in sizes else {"S(1)"})  # within what cpb cuts
 
 
 @pytest.mark.parametrize(("sizes", "options", "padded"), LAYOUTS)
@@ -324,12 +324,23 @@ def test_activations_are_held_in_as_many_pieces_as_there_are_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "heads"), [("exchange", (8, 4)), ("gather", (8, 4)), ("gather", (3, 3)), ("ring", (4, 2))]
+    ("way", "heads", "sizes"),
+    [
+        ("exchange", (8, 4), {"cp": 4}),
+        ("gather", (8, 4), {"cp": 4}),
+        ("gather", (3, 3), {"cp": 4}),
+        ("ring", (4, 2), {"cp": 4}),
+        ("ring", (4, 2), {"co": 2, "ci": 2}),
+    ],
 )
-def test_a_call_sends_and_holds_what_the_plan_says(way, heads) -> None:
+def test_a_call_sends_and_holds_what_the_plan_says(way, heads, sizes) -> None:
     with gz.testing.fake_world(4, rank=3):
-        graph = graph_of(Gpt(heads, dropout=0.1), gz.placement("cpu", range(4), names=("cp",)), stage=3, axis="cp")
+        ranks = torch.arange(4).reshape(*sizes.values()).tolist()
+        placement = gz.placement("cpu", ranks, names=tuple(sizes))
+        graph = graph_of(Gpt(heads, dropout=0.1), placement, stage=3, axis=tuple(sizes))
         graph.config.set_split_attention(way)
+        if "ci" in sizes:
+            graph.config.set_split_attention("exchange", axis="ci")
         inputs = [x[:, :4].contiguous() for x in batch()]
         graph(*inputs)
         graph._source.world.trace = []
@@ -362,11 +373,110 @@ def test_tokens_dealt_out_in_turn_are_equal_work(ranks: int = 8) -> None:
     assert splits_of_attention(layer_graph(ranks, (8, 1), "auto", sections=64 // ranks)) == {f"S(2, {64 // ranks})"}
 
 
-def test_an_explanation_shows_the_bytes_of_both_ways() -> None:
+UNEQUAL = "under a causal mask contiguous pieces of queries are unequal work"
+
+
+def test_an_explanation_shows_what_each_way_costs_and_why_one_is_taken() -> None:
     graph = layer_graph(4, (8, 4), "auto")
-    assert "attention over a sequence that cp splits: exchange 4,608 B, gather 6,144 B" in str(
-        gz.explain(graph, "attention")
-    )
+    assert [line.strip() for line in str(gz.explain(graph, "attention")).splitlines()[1:5]] == [
+        f"attention over a sequence that cp splits: exchange, {UNEQUAL}",
+        "> exchange  sends 4,608 B, holds 4,096 B",
+        "gather    sends 6,144 B, holds 10,240 B",
+        "ring      sends 10,240 B, holds 6,144 B",
+    ]
+    (decision,) = graph.plan.decisions
+    assert decision.startswith("attention over a sequence that cp splits: exchange, under") and "ring sends" in decision
+
+
+@pytest.mark.parametrize("way", ["exchange", "gather", "ring"])
+def test_an_explanation_has_the_bytes_that_the_plan_has(way) -> None:
+    graph = layer_graph(4, (8, 4), way)
+    graph.config.set_links({"cp": gz.Link(0.0, 1e6)})
+    graph.compile(torch.empty(1, 64, WIDTH, device="meta"))
+    sent = sum(nbytes for kind, nbytes in transfers(graph).items() if kind != "all_reduce")
+    assert f"> {way:<8}  sends {sent:,.0f} B in {sent / 1e6:.2g} s" in str(gz.explain(graph, "attention"))
+
+
+def test_an_explanation_has_the_bytes_of_one_micro_batch() -> None:
+    graph = graph_of(Gpt((8, 4)), placed(dp=2, cp=2), micro_batches=2)
+    text = str(gz.explain(graph.compile(*batch()), "attention"))
+    assert "that cp splits, in each of 2 micro-batches: exchange" in text
+    assert f"> exchange  sends {transfers(graph)['all_to_all'] / 2:,.0f} B" in text
+
+
+# ---- two axes
+
+
+TWO_AXES = [  # ways on the outer axis and on the inner one, ranks, options, padded, heads
+    ("ring", {"co": 2, "ci": 2}, {"stage": 3, "axis": ("co", "ci")}, False, (8, 4)),
+    ("gather", {"co": 2, "ci": 4}, {"stage": 2, "axis": "ci"}, False, (8, 4)),
+    *(
+        pytest.param(*one, marks=pytest.mark.slow)
+        for one in (
+            ("ring", {"co": 2, "ci": 4}, {"stage": 1, "axis": ("co", "ci")}, True, (8, 2)),
+            ("ring", {"dp": 2, "co": 2, "ci": 2}, {"stage": 3, "axis": ("dp", "co", "ci")}, False, (4, 2)),
+            ("ring", {"dp": 1, "co": 4, "ci": 2}, {"micro_batches": 2}, True, (4, 4)),
+            ("gather", {"co": 2, "ci": 2}, {"stage": 3, "axis": ("co", "ci")}, True, (6, 2)),
+            ("exchange", {"co": 2, "ci": 4}, {"stage": 3, "axis": ("co", "ci")}, False, (8, 8)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("way", "sizes", "options", "padded", "heads"), TWO_AXES)
+def test_a_step_that_exchanges_heads_inside_and_goes_another_way_outside_is_that_of_plain_pytorch(
+    way, sizes, options, padded, heads
+) -> None:
+    graph = graph_of(Gpt(heads).double(), placed(**sizes), **options)
+    graph.config.set_split_attention("exchange", axis="ci")
+    graph.config.set_split_attention(way, axis="co")
+    assert_parity(graph, padded=padded)
+    kinds = {(c.kind, c.axis) for c in graph.plan.collectives if c.what_for == "other" and c.bytes > 64}
+    assert ("all_to_all", "ci") in kinds and (("shift", "co") in kinds) == (way == "ring")
+    if way == "ring":
+        assert block_count(graph) == 2 * sizes["co"] * options.get("micro_batches", 1)
+
+
+def test_each_axis_of_two_carries_what_one_alone_would() -> None:
+    """What is exchanged inside leaves a rank n_i times fewer heads of the pieces that a ring moves outside."""
+    outer, inner, of_queries, of_keys = 2, 4, 64 * 8 * DIM * 4, 64 * 4 * DIM * 4
+    with torch.device("meta"):
+        model = nn.ModuleDict({"block": Block((8, 4), 0.0)})
+    loss = lambda model, x: model["block"](x, None).square().mean()  # noqa: E731
+    graph = TrainGraph(model, loss, torch.optim.SGD(model.parameters()), placement=placed(co=outer, ci=inner))
+    graph.config.set_input("x", sbp=(S(1), S(1)))
+    graph.config.set_split_attention("ring", axis="co")
+    graph.config.set_split_attention("exchange", axis="ci")
+    graph.compile(torch.empty(1, 64, WIDTH, device="meta"))
+    sent: Counter[tuple[str, str]] = Counter()
+    for one in graph.plan.collectives:
+        if one.what_for == "other" and one.kind != "all_reduce":
+            sent[one.kind, one.axis] += one.bytes
+    exchanged = 4 * (of_queries + of_keys) * (inner - 1) / inner**2 / outer
+    assert sent == {("all_to_all", "ci"): exchanged, ("shift", "co"): (4 / 2 + 2) * of_keys / inner}
+
+
+# ---- what a memory budget decides
+
+
+def test_a_memory_budget_takes_the_way_that_fits_and_says_what_others_would_need() -> None:
+    """With one head of keys a gather sends least and holds most; a ring sends less than an exchange."""
+    length, sections = 512, 64
+
+    def graph_within(budget: int | None) -> TrainGraph:
+        graph = layer_graph(8, (8, 1), "auto", length, sections)
+        graph.config.set_memory_budget(budget)
+        return graph.compile(torch.empty(1, length, WIDTH, device="meta"))
+
+    gathers = graph_within(None)
+    assert splits_of_attention(gathers) == {f"S(2, {sections})"}
+    ring = graph_within(gathers.plan.memory.peak - 1)
+    assert block_count(ring) == 2 * 8 and ring.plan.memory.peak < gathers.plan.memory.peak
+    assert any("'ring' fits" in line and "'auto' would peak at" in line for line in ring.plan.decisions)
+    said = layer_graph(8, (8, 1), "gather", length, sections)
+    said.config.set_memory_budget(gathers.plan.memory.peak - 1)
+    said.compile(torch.empty(1, length, WIDTH, device="meta"))
+    assert not block_count(said)  # what is said stays: the budget computes values again instead
 
 
 # ---- models of transformers

@@ -23,8 +23,7 @@ from graphzero.config.setting import (
 from graphzero.config.stages import AutoStages, StageMark
 from graphzero.config.zero import ZeroSettings
 from graphzero.errors import ConfigError
-from graphzero.passes.place.attention_ways import WAYS
-from graphzero.passes.place.split_attention import AUTO_WAY
+from graphzero.passes.place.attention_choice import AUTO_WAY, CHOICES, ways_by_axis
 from graphzero.sbp.link_costs import Link, Links
 from graphzero.schedules import GENERATORS, PipelineSchedule
 
@@ -33,6 +32,16 @@ SCHEDULE = Check(
     lambda x: isinstance(x, PipelineSchedule) or (isinstance(x, str) and (x in GENERATORS or x.endswith(".csv"))),
     f"{choices(GENERATORS)}, or give rows of actions, or the path of a .csv file",
 )
+
+
+def _names_ways(x: Any) -> bool:
+    try:
+        return isinstance(x, str) and bool(ways_by_axis(x))
+    except ValueError:
+        return False
+
+
+WAYS_OF_ATTENTION = Check(_names_ways, choices(CHOICES))
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,7 +94,7 @@ class Settings(Checked):
         whole_number(1, "give the number of tiles, 1 or more; 1 for none"),
         "set_row_tiles({})",
     )
-    split_attention: str = setting(AUTO_WAY, one_of(AUTO_WAY, *WAYS), "set_split_attention({})")
+    split_attention: str = setting(AUTO_WAY, WAYS_OF_ATTENTION, "set_split_attention({})")
     optimizer_in_backward: bool = setting(False, YES_OR_NO, "set_optimizer_in_backward({})")
     arena: bool = setting(True, YES_OR_NO, "set_arena({})")
     stages: tuple[StageMark, ...] = setting(

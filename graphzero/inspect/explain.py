@@ -22,9 +22,8 @@ from graphzero.ir.text.printer import print_line
 from graphzero.ir.transfer import delivered
 from graphzero.ir.verifier.verify import examine
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, ATTENTION
-from graphzero.passes import Expand
-from graphzero.passes.place.attention_ways import split_sequence
-from graphzero.passes.place.forward_sweep import AxisPropagation, Option, swept
+from graphzero.passes import Expand, SplitAttention
+from graphzero.passes.place.forward_sweep import AxisPropagation, Option
 from graphzero.passes.place.propagate import propagation
 from graphzero.sbp import boxing, registry
 from graphzero.sbp.link_costs import Links
@@ -82,7 +81,7 @@ class Explanation:
     """Result of ``explain``: the value's line, its source, and one choice per placement axis.
 
     places: of pipeline stages, in words: in which parts it is computed, and what hands it over.
-    ways: of attention over a split sequence: what each way would send.
+    ways: of attention over a split sequence: the way that was taken, why, and what each costs.
     """
 
     line: str
@@ -129,20 +128,14 @@ def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
 
 
 def _ways(graph: Graph | StepGraph, name: str, links: Links) -> list[str]:
-    """The bytes that each way of an attention over a split sequence would send, on each axis that splits it."""
-    before = graph
+    """Lines on the way of an attention over a split sequence that was taken, on each axis that splits it."""
+    pass_, before = SplitAttention(links=links), graph
     if isinstance(graph, Graph):
-        before = next(record for record in graph.history if record.name == "split_attention").before
+        record = next(record for record in graph.history if record.name == "split_attention")
+        assert isinstance(record.pass_, SplitAttention)
+        pass_, before = record.pass_, record.before
     assert isinstance(before, StepGraph)
-    lines = []
-    for axis in swept(before, links):
-        sequence = split_sequence(axis, before.node(name))
-        ways = sequence.ways if sequence is not None else {}
-        if sequence is not None and ways:
-            prices = (f"{way} {sequence.price(pins):,.0f} B" for way, pins in ways.items())
-            axis_name = before.placement.names[axis.axis]
-            lines.append(f"attention over a sequence that {axis_name} splits: {', '.join(prices)}")
-    return lines
+    return [line for choice in pass_.decide(before.clone()) if choice.name == name for line in choice.lines()]
 
 
 def _given(graph: Graph | StepGraph) -> StepGraph:

@@ -33,12 +33,13 @@ from graphzero.passes.memory.recompute import Recompute
 from graphzero.passes.micro.count_targets import CountTargets
 from graphzero.passes.micro.micro_batches import MicroBatches
 from graphzero.passes.micro.tile_rows import TileRows
+from graphzero.passes.place.attention_choice import AUTO_WAY, has_ring
 from graphzero.passes.place.cast_before_gather import CastBeforeGather
 from graphzero.passes.place.expand import Expand
 from graphzero.passes.place.pad_targets import PadTargets
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
-from graphzero.passes.place.split_attention import AUTO_WAY, RING, SplitAttention
+from graphzero.passes.place.split_attention import SplitAttention
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
@@ -160,7 +161,7 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(MicroBatches, "boxed", lambda options: options.micro_batches > 1),
     PassEntry(TileRows, "boxed", lambda options: options.tiles > 1),
     PassEntry(LowerBoxing, "boxed"),
-    PassEntry(RingAttention, "lowered", lambda options: options.split_attention == RING),
+    PassEntry(RingAttention, "lowered", lambda options: has_ring(options.split_attention)),
     PassEntry(Localize, "lowered"),
     PassEntry(FuseCrossEntropy, "local", lambda options: options.optimise, "fuse"),
     PassEntry(FuseAccumulate, "local", lambda options: options.optimise and _adds_up(options), "fuse"),

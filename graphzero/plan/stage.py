@@ -10,6 +10,7 @@ from graphzero.ir.storage.liveness import liveness
 from graphzero.passes import Options, Pass
 from graphzero.passes.schedule.optimizer_in_backward import describe_early
 from graphzero.plan.accumulators import with_accumulators
+from graphzero.plan.attention_fit import describe_ways, fitting_way
 from graphzero.plan.budget import ANY, Budget, Limits, does_not_fit
 from graphzero.plan.gradient_order import in_best_order
 from graphzero.plan.memory_fit import MemoryFit, activations_error
@@ -38,8 +39,9 @@ def choose(
     options: of its passes, but for the stage and the order of backward, which are chosen.  Where ``keep_gathered`` is
         (), the budget is spent at stage 3 on what stays gathered.
     own: the user's passes, each with the name of the one it follows.
-    stages: that are asked for; of several, the first that fits the budget; if none does, the last, with its largest
-        values in tiles of rows, and then with values of forward computed again in backward until it fits.
+    stages: that are asked for; of several, the first that fits the budget; if none does, the last, with another way of
+        attention over a split sequence, its largest values in tiles of rows, and then with values of forward computed
+        again in backward until it fits.
     activations: the bytes of these that may be held, or "checkpoint"; None for what the budget leaves.
     verifies: see ``Pipeline``.
 
@@ -51,11 +53,16 @@ def choose(
     def at_stage(options: Options, fits: bool = False) -> Candidate:
         return _at_stage(variants, options, budget, activations, fits)
 
-    def in_tiles(options: Options, plain: Candidate) -> tuple[Options, Candidate]:
+    def smaller(options: Options, plain: Candidate) -> tuple[Options, Candidate]:
         assert budget is not None
-        return fitting_tiles(variants, options, budget, plain, at_stage)
+        options, plain, line = fitting_way(options, budget, plain, at_stage)
+        lines.extend([line] if line else [])
+        fits = plain.peak <= budget.nbytes
+        return (options, plain) if fits else fitting_tiles(variants, options, budget, plain, at_stage)
 
-    taken, chosen = first_fitting(at_stage, options, stages, budget, in_tiles)
+    lines: list[str] = []
+    taken, chosen = first_fitting(at_stage, options, stages, budget, smaller)
+    chosen = chosen.decided(*lines, *describe_ways(chosen))
     if options.optimizer_in_backward and chosen.graph.gradients():
         chosen = chosen.decided(behind=describe_early(chosen.graph))
     if taken.tiles > 1:
@@ -68,12 +75,12 @@ def first_fitting(
     options: Options,
     stages: Sequence[int],
     budget: Budget | None,
-    in_tiles: Callable[[Options, Candidate], tuple[Options, Candidate]] | None = None,
+    smaller: Callable[[Options, Candidate], tuple[Options, Candidate]] | None = None,
 ) -> tuple[Options, Candidate]:
     """The first of the stages whose program fits the budget, as ``choose`` says, and its options.
 
     at_stage: makes the program of options; if it is told so, one that computes values again until it fits.
-    in_tiles: the options with tiles of rows that a program which does not fit is to have, and that program.
+    smaller: the options of a program that holds less, for one which does not fit, and that program.
     """
     tried = list[Candidate]()
     for stage in stages:
@@ -83,8 +90,8 @@ def first_fitting(
         if budget is None or tried[-1].peak <= budget.nbytes:
             break
     taken = replace(options, stage=tried[-1].plan.stage)
-    if budget is not None and tried[-1].peak > budget.nbytes and in_tiles is not None:
-        taken, tried[-1] = in_tiles(taken, tried[-1])
+    if budget is not None and tried[-1].peak > budget.nbytes and smaller is not None:
+        taken, tried[-1] = smaller(taken, tried[-1])
     if budget is not None and tried[-1].peak > budget.nbytes:
         tried[-1] = min(tried[-1], at_stage(taken, True), key=lambda one: one.peak)
     chosen = tried[-1]

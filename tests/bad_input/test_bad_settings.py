@@ -71,6 +71,8 @@ WRONG_SETTINGS = {
     "a budget as text": (lambda c: c.set_memory_budget("2GiB"), "set_memory_budget('2GiB')", "20 * 2**30"),
     "an SBP as text": (lambda c: c.set_input("x", sbp="B"), "gz.sbp.B"),
     "an input by number": (lambda c: c.set_input(0, sbp=gz.sbp.B), "set_input(0"),
+    "a way of attention": (lambda c: c.set_split_attention("helix"), "set_split_attention('helix')", "'ring'"),
+    "a way on no axis": (lambda c: c.set_split_attention("ring", axis="cp"), "axis='cp'", "'dp'"),
     "an executor": (lambda c: c.set_executor(None), "'eager'"),
     "check_inputs": (lambda c: setattr(c, "check_inputs", True), "'always', 'first'"),
     "bucket_bytes": (lambda c: setattr(c, "bucket_bytes", "1M"), "bytes"),

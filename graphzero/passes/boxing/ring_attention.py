@@ -23,11 +23,12 @@ from graphzero.ir.value import TensorType
 from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD
 from graphzero.ops.attention_contract import wide
 from graphzero.passes.base import BuiltinPass
+from graphzero.passes.place.attention_choice import way_on
+from graphzero.passes.place.attention_ways import RING, SEQUENCE, has_equal_pieces
 from graphzero.sbp.shards import cutting
 from graphzero.sbp.types import Nd, Sbp
 
 aten = torch.ops.aten
-SEQUENCE = 2  # dim of queries, keys and values
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class RingAttention(BuiltinPass):
 
     A rank then holds one block, and another that is on its way, in place of all keys and values.  It leaves attention
     as it is where the pieces of queries and of keys are not those of one sequence, of equal length on all ranks.
+
+    split_attention: the ways on the axes; see ``SplitAttention``.
 
     Requires: collectives instead of boxes; sizes in arguments are global.
     Ensures: no gather of keys, and no reduction of their gradients, where it applies; the same values, but for
@@ -72,10 +75,12 @@ class RingAttention(BuiltinPass):
           return getitem_2
     """  # noqa: E501
 
+    split_attention: str = RING
+
     def __call__(self, graph: StepGraph) -> StepGraph:
         for node in [node for node in graph.nodes if node.target is ATTENTION]:
             ring = find_ring(graph, node)
-            if ring is not None:
+            if ring is not None and way_on(self.split_attention, ring.axis) == RING:
                 ring.write_blocks()
         return graph
 
@@ -264,7 +269,7 @@ def find_ring(graph: StepGraph, node: fx.Node) -> AttentionRing | None:
     split = nd[number]
     if [sbp for sbp in nd if sbp.is_split and sbp.dim == SEQUENCE] != [split]:
         return None
-    if length % hierarchy[number] or split.sections not in (1, length // hierarchy[number]):
+    if not has_equal_pieces(split, length, hierarchy[number]):
         return None
     if any(value.tensor_type(x).shape[SEQUENCE] != length for x in operands):
         return None

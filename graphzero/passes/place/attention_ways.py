@@ -4,6 +4,8 @@
 behind it (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509).  ``gather``: queries stay split, and each rank gathers
 keys and values; what its queries add to their gradients is reduced to the pieces.
 
+``ring``: the same pins as of a gather; ``RingAttention`` then lets keys and values go round in blocks.
+
 Where heads are repeated for groups of queries, keys and values travel before that, and their gradients behind the sum
 over each group, so that each head travels once.
 """
@@ -11,7 +13,7 @@ over each group, so that each head travels once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -23,7 +25,9 @@ from torch import fx
 from graphzero.ir import calls, ops, value
 from graphzero.ir.aliases import is_copy, is_plain_view
 from graphzero.ops import ATTENTION_BACKWARD
+from graphzero.ops.attention_contract import wide
 from graphzero.passes.place.forward_sweep import AxisPropagation
+from graphzero.sbp.link_costs import Costs
 from graphzero.sbp.op_call import argument_names
 from graphzero.sbp.shards import nests
 from graphzero.sbp.signature import Signature
@@ -31,7 +35,8 @@ from graphzero.sbp.types import B, P, S, Sbp
 
 SUM = torch.ops.aten.sum.dim_IntList
 HEADS, SEQUENCE = 1, 2  # dims of queries, keys and values
-WAYS = ("exchange", "gather", "ring")
+RING = "ring"
+WAYS = ("exchange", "gather", RING)
 
 
 class Box(NamedTuple):
@@ -60,6 +65,28 @@ class PlannedPin:
     like: fx.Node = field(compare=False)
 
 
+@dataclass(frozen=True)
+class AttentionWay:
+    """One way of an attention over a split sequence, its backward included.
+
+    sent_bytes: that one rank sends.  price: the same, or what ``Costs`` makes of it where links are set.
+    held_bytes: that one rank holds of what forward reads and makes; mask_bytes: of these, of a mask for each query and
+    key.
+    """
+
+    name: str
+    pins: tuple[PlannedPin, ...] = field(repr=False)
+    sent_bytes: float
+    price: float
+    held_bytes: float
+    mask_bytes: float
+
+
+def has_equal_pieces(split: Sbp, length: int, ranks: int) -> bool:
+    """Return whether ranks hold as many tokens each, in a row or dealt out in turn: what can go round in a ring."""
+    return length % ranks == 0 and split.sections in (1, length // ranks)
+
+
 def split_sequence(axis: AxisPropagation, node: fx.Node) -> SplitSequence | None:
     """Return the way of an attention on an axis where it reads pieces of a sequence; None if it reads none of keys."""
     sbps = [axis.sbp(operand) for operand in value.tensor_operands(node)[:3]]
@@ -77,23 +104,69 @@ class SplitSequence:
     node: fx.Node
 
     @cached_property
-    def ways(self) -> dict[str, list[PlannedPin]]:
-        """The pins of each way that is possible."""
-        ways: dict[str, Callable[[], Iterator[PlannedPin]]] = {"exchange": self._exchange, "gather": self._gather}
+    def ways(self) -> dict[str, AttentionWay]:
+        """The ways that are possible, by name."""
+        pins: dict[str, Callable[[], Iterator[PlannedPin]]] = {"exchange": self._exchange, "gather": self._gather}
         splits = {"exchange": self._heads, "gather": self._sbps[0]}
-        possible = {name: pins() for name, pins in ways.items() if self._can_split(splits[name])}
-        return {name: [pin for pin in pins if pin.box.have is not pin.box.want] for name, pins in possible.items()}
+        ways = {name: self._way(name, pins[name](), split) for name, split in splits.items() if self._can_split(split)}
+        if "gather" in ways and self._can_go_round:
+            ways[RING] = self._way(RING, ways["gather"].pins, splits["gather"])
+        return ways
 
     @property
     def is_unequal(self) -> bool:
-        """Whether pieces of the queries have unequal work: those of contiguous rows under a causal mask."""
-        return bool(_argument(self.node, "causal")) and self._sbps[0].sections == 1
+        """Whether pieces of the queries have unequal work: those of contiguous rows under a causal mask alone."""
+        is_causal = bool(_argument(self.node, "causal")) and _argument(self.node, "bias") is None
+        return is_causal and self._sbps[0].sections == 1
 
-    def price(self, pins: Sequence[PlannedPin]) -> float:
-        """The price of a way: bytes that a rank sends, seconds with links."""
-        return sum(box.price(self.axis) for box in dict.fromkeys(pin.box for pin in pins))
+    @property
+    def is_inner(self) -> bool:
+        """Whether an axis outside of this one splits the sequence too."""
+        outer = (axis.sbp(self._operands[0]) for axis in self.axis.axes[: self.axis.axis])
+        return any(sbp.is_split and sbp.dim == SEQUENCE for sbp in outer)
 
-    # ---- the two ways
+    # ---- what a way costs
+
+    def _way(self, name: str, pins: Iterable[PlannedPin], split: Sbp) -> AttentionWay:
+        pins = tuple(pin for pin in pins if pin.box.have is not pin.box.want)
+        boxes, hierarchy = list(dict.fromkeys(pin.box for pin in pins)), self.axis.graph.placement.hierarchy
+        sent, price = (
+            sum(self._price(name, box, costs) for box in boxes) for costs in (Costs(hierarchy), self.axis.costs)
+        )
+        signature = _signature(self.axis, self.node, split)
+        assert signature is not None
+        operands = value.tensor_operands(self.node)
+        operand_bytes = [self._nbytes(x) / self._pieces(sbp) for x, sbp in zip(operands, signature.inputs, strict=True)]
+        if name == RING:  # the block that is read and the one that is on its way
+            operand_bytes[1:3] = (min(2 / self.axis.ranks, 1.0) * nbytes for nbytes in operand_bytes[1:3])
+        result = self._nbytes(operands[0]) / self._pieces(signature.outputs[0])
+        mask = operand_bytes[3] if isinstance(_argument(self.node, "bias"), fx.Node) else 0.0
+        return AttentionWay(name, pins, sent, price, sum(operand_bytes) + result, mask)
+
+    def _price(self, name: str, box: Box, costs: Costs) -> float:
+        """The price of a box; in a ring, of the steps that stand in its place."""
+        nbytes, ranks, axis = self._nbytes(box.node), self.axis.ranks, self.axis.axis
+        if name == RING and box.have.is_partial:
+            dtype = value.tensor_type(box.node).dtype
+            return ranks * costs.price_of("shift", nbytes * wide(dtype).itemsize / dtype.itemsize, axis)
+        if name == RING and any(node is box.node for node in self._gathered):
+            return (ranks - 1) * (1 + len(self._backward)) * costs.price_of("shift", nbytes, axis)
+        return costs.box(box.have, box.want, nbytes, axis)
+
+    @cached_property
+    def _gathered(self) -> list[fx.Node]:
+        """Keys and values, where they travel."""
+        return [_before_repeat(self.axis, operand, B).node for operand in self._operands[1:]]
+
+    def _nbytes(self, node: fx.Node) -> float:
+        """Bytes of a value, whole on this axis, that one rank has of it."""
+        others = (axis for axis in self.axis.axes if axis is not self.axis and axis.sbp(node).is_split)
+        return value.tensor_type(node).nbytes / prod(axis.ranks for axis in others)
+
+    def _pieces(self, sbp: Sbp) -> int:
+        return self.axis.ranks if sbp.is_split else 1
+
+    # ---- pins
 
     def _exchange(self) -> Iterator[PlannedPin]:
         heads, (query, *keys_and_values) = self._heads, self._operands
@@ -156,6 +229,15 @@ class SplitSequence:
         axis, query = self.axis, self._operands[0]
         inner = (other for other in axis.axes[axis.axis + 1 :] if other.sbp(query).is_split)
         return S(HEADS, prod(other.ranks for other in inner if other.sbp(query).dim == HEADS))
+
+    @property
+    def _can_go_round(self) -> bool:
+        """Whether keys and values are pieces of the queries' sequence, equally long, and on no other axis."""
+        lengths = {value.tensor_type(operand).shape[SEQUENCE] for operand in self._operands}
+        others = (axis.sbp(self._operands[0]) for axis in self.axis.axes if axis is not self.axis)
+        is_alone = not any(sbp.is_split and sbp.dim == SEQUENCE for sbp in others)
+        is_one = len(lengths) == len({*self._sbps}) == 1
+        return is_one and is_alone and has_equal_pieces(self._sbps[0], lengths.pop(), self.axis.ranks)
 
     @cached_property
     def _backward(self) -> tuple[fx.Node, ...]:

@@ -17,11 +17,11 @@ from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import ATTENTION, PIN
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.place.attention_ways import WAYS, PlannedPin, SplitSequence, split_sequence
+from graphzero.passes.place.attention_choice import AUTO_WAY, AttentionChoice, choose_way, way_on, ways_by_axis
+from graphzero.passes.place.attention_ways import PlannedPin, SplitSequence, split_sequence
 from graphzero.passes.place.forward_sweep import swept
 from graphzero.sbp.link_costs import Links
-
-AUTO_WAY, RING = "auto", "ring"
+from graphzero.sbp.placement import MICRO_BATCHES
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class SplitAttention(BuiltinPass):
     possible.
 
     split_attention: "exchange", "gather", or "auto": exchange under a causal mask where queries are in contiguous
-        pieces, which have unequal work, else what sends fewer bytes.  Where heads cannot be split, keys are gathered
-        whatever it says.  "ring": as "gather"; ``RingAttention`` then lets them go round.
+        pieces, which have unequal work, else what sends fewer bytes, those counted in that a rank makes of a mask.
+        Where heads cannot be split, keys are gathered whatever it says.  "ring": as "gather"; ``RingAttention`` then
+        lets them go round.  On one axis another: "gather exchange@cp".
     links: what communication costs on each axis, () for bytes.
 
     Requires: pins on inputs, uses and gradients.
@@ -76,46 +77,73 @@ class SplitAttention(BuiltinPass):
     links: Links = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        if self.split_attention not in (AUTO_WAY, *WAYS):
-            raise ConfigError(
-                f"SplitAttention(split_attention={self.split_attention!r}): the ways are {', '.join((AUTO_WAY, *WAYS))}"
-            )
+        try:
+            ways_by_axis(self.split_attention)
+        except ValueError as error:
+            raise ConfigError(f"SplitAttention(split_attention={self.split_attention!r}): {error}") from None
 
     def __call__(self, graph: StepGraph) -> StepGraph:
-        done: set[tuple[int, fx.Node]] = set()
-        while new := self._sequences(graph, done):
-            done |= {(sequence.axis.axis, sequence.node) for sequence in new}
-            places = {node: i for i, node in enumerate(graph.nodes)}
-            for pin in dict.fromkeys(pin for sequence in new for pin in self._chosen(sequence)):
-                _put(graph, new[0].axis.axis, pin, places)
+        self.decide(graph)
         return graph
 
+    def decide(self, graph: StepGraph) -> list[AttentionChoice]:
+        """Put the pins, and return what was chosen for each attention over a split sequence.
+
+        Inner axes come first: what is exchanged there leaves whole pieces to the outer ones.
+        """
+        done, own = set[tuple[int, fx.Node]](), set[fx.Node]()
+        choices: list[AttentionChoice] = []
+        bandwidth = max((link.bandwidth for link in self.links), default=0.0)
+        sizes = dict(zip(graph.placement.names, graph.placement.hierarchy, strict=True))
+        of_all = bandwidth, sizes.get(MICRO_BATCHES, 1)
+        while new := self._sequences(graph, done):
+            done |= {(sequence.axis.axis, sequence.node) for sequence in new}
+            places, axis = {node: i for i, node in enumerate(graph.nodes)}, new[0].axis.axis
+            name, pins = graph.placement.names[axis], dict[PlannedPin, None]()
+            for sequence in new:
+                if (chosen := choose_way(sequence, way_on(self.split_attention, name))) is not None:
+                    way, why = chosen
+                    ways = tuple(sequence.ways.values())
+                    choices.append(AttentionChoice(sequence.node.name, name, way.name, why, ways, *of_all))
+                    pins |= dict.fromkeys(way.pins)
+            for pin in pins:
+                _put(graph, axis, pin, places, own)
+        return choices
+
     def _sequences(self, graph: StepGraph, done: Collection[tuple[int, fx.Node]]) -> list[SplitSequence]:
-        """All attention over a split sequence on the first axis on which there is any beside those in ``done``."""
+        """All attention over a split sequence on the last axis on which there is any beside those in ``done``."""
         nodes = [node for node in graph.nodes if node.target is ATTENTION]
-        for axis in swept(graph, self.links) if nodes else ():
+        for axis in reversed(swept(graph, self.links) if nodes else ()):
             new = [node for node in nodes if (axis.axis, node) not in done]
             if sequences := [one for node in new if (one := split_sequence(axis, node)) is not None]:
                 return sequences
         return []
 
-    def _chosen(self, sequence: SplitSequence) -> list[PlannedPin]:
-        """The pins of the way that is taken; none where there is no way."""
-        ways, way = sequence.ways, "gather" if self.split_attention == RING else self.split_attention
-        if way in ways:
-            return ways[way]
-        if "exchange" in ways and sequence.is_unequal:
-            return ways["exchange"]
-        return min(ways.values(), key=sequence.price, default=[])
+
+def _put(graph: StepGraph, axis: int, planned: PlannedPin, places: Mapping[fx.Node, int], own: set[fx.Node]) -> None:
+    """Add a pin behind its value; of a placeholder, in front of the first reader.
+
+    own: pins of this pass.  One of another axis that is there already gets it too: then the value is moved once, along
+    both axes, in the order in which least is sent.
+    """
+    pin = _pin_beside(axis, planned, own)
+    if pin is None:
+        node, first = planned.box.node, min(planned.readers, key=places.__getitem__)
+        with graph.graph.inserting_before(first if node.op == "placeholder" else node.next):
+            pin = graph.call(PIN, (node, -1), value.tensor_type(node), like=planned.like, name=f"{node.name}_pin")
+        pin.meta["sbp"] = pin.meta["pins"] = ()
+        for reader in planned.readers:
+            reader.replace_input_with(node, pin)
+        own.add(pin)
+    count = len(graph.placement.names)
+    sbps, pins = value.sbp_of(pin) or (None,) * count, value.pins_of(pin) or (False,) * count
+    pin.meta["sbp"] = (*sbps[:axis], planned.box.want, *sbps[axis + 1 :])
+    pin.meta["pins"] = (*pins[:axis], True, *pins[axis + 1 :])
 
 
-def _put(graph: StepGraph, axis: int, planned: PlannedPin, places: Mapping[fx.Node, int]) -> None:
-    """Add a pin behind its value; of a placeholder, in front of the first reader."""
-    node, first = planned.box.node, min(planned.readers, key=places.__getitem__)
-    with graph.graph.inserting_before(first if node.op == "placeholder" else node.next):
-        pin = graph.call(PIN, (node, -1), value.tensor_type(node), like=planned.like, name=f"{node.name}_pin")
-    axes = range(len(graph.placement.names))
-    pin.meta["sbp"] = tuple(planned.box.want if i == axis else None for i in axes)
-    pin.meta["pins"] = tuple(i == axis for i in axes)
-    for reader in planned.readers:
-        reader.replace_input_with(node, pin)
+def _pin_beside(axis: int, planned: PlannedPin, own: Collection[fx.Node]) -> fx.Node | None:
+    """The pin of another axis that is the value, or all that reads it, for the same readers; None where none is."""
+    node, readers = planned.box.node, set(planned.readers)
+    beside = [node] if readers == set(node.users) else []
+    beside += readers if len(readers) == 1 else ()
+    return next((pin for pin in beside if pin in own and not value.pins_of(pin)[axis]), None)

@@ -47,8 +47,8 @@ def layer(axes: str = "cp=2", sbp: str = "S(2)!", more: str = "None, True, 0.5",
     return FORWARD_AND_BACKWARD.format(**locals())
 
 
-def with_rings(text: str) -> gz.StepGraph:
-    passes = [SplitAttention("ring"), Propagate(), InsertBoxing(), LowerBoxing(), RingAttention()]
+def with_rings(text: str, ways: str = "ring") -> gz.StepGraph:
+    passes = [SplitAttention(ways), Propagate(), InsertBoxing(), LowerBoxing(), RingAttention(ways)]
     return Pipeline(passes)(gz.parse(text))
 
 
@@ -74,6 +74,16 @@ def test_blocks_that_go_round_are_the_same_step(axes: str, sbp: str, ranks: int,
         assert_same_step(gz.parse(text), graph, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("more", ["None, True, 0.5", "mask, True, 0.5", "None, True, 0.5, draws, 0.4"])
+def test_behind_an_exchange_on_an_inner_axis_blocks_go_round_on_the_outer_one(more: str) -> None:
+    text = layer("co=2, ci=2", "(S(2)!, S(2)!)", more)
+    graph = with_rings(text, "ring exchange@ci")
+    assert block_count(graph) == 2 * 2 and str(graph) == str(with_rings(text))
+    with strict_transfers():
+        assert_same_step(gz.parse(text), graph, rtol=1e-9, atol=1e-9)
+    assert not block_count(with_rings(text, "ring gather@co exchange@ci"))  # on that axis keys are to be gathered
+
+
 def test_no_keys_are_gathered_and_each_block_makes_as_many_steps_as_it_must() -> None:
     text = str(with_rings(layer("cp=4")))
     assert text.count("all_gather") == 4 and "reduce_scatter" not in text  # the results, which the step returns whole
@@ -85,7 +95,7 @@ def test_no_keys_are_gathered_and_each_block_makes_as_many_steps_as_it_must() ->
     [
         layer("cp=3"),  # a rank has fewer queries than others
         layer(length=6),  # keys are not those of the queries' sequence
-        layer("ca=2, cb=2", "(S(2)!, S(2)!)"),  # blocks of two axes
+        layer("ca=2, cb=3", "(S(2)!, S(2)!)", length=12, keys=12),  # blocks of two axes, and few heads
         layer("cp=2", "S(2,2)!"),  # pieces are neither contiguous nor each second token
     ],
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 import graphzero as gz
 from graphzero.ir import value
-from graphzero.passes import Pipeline, Propagate, SplitAttention
+from graphzero.ir.transfer import transfer_of
+from graphzero.passes import InsertBoxing, LowerBoxing, Pipeline, Propagate, SplitAttention
 from graphzero.testing import assert_graph, assert_same_step
 
 
@@ -100,7 +103,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("way", ["exchange", "gather"])
+@pytest.mark.parametrize("way", ["exchange", "gather", "gather exchange@cq", "exchange gather@cq"])
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_the_step_stays_the_same(text: str, way: str) -> None:
     assert_same_step(gz.parse(text), split(text, way))
@@ -125,6 +128,22 @@ def test_a_way_that_there_is_not_is_refused() -> None:
         gz.ConfigError, match="SplitAttention\\(split_attention='helix'\\): the ways are auto, exchange"
     ):
         SplitAttention("helix")
+
+
+@pytest.mark.parametrize(
+    ("way", "counts"),
+    [
+        ("gather exchange@cq", {"all_to_all": 8, "all_gather": 2, "reduce_scatter": 2}),
+        ("exchange", {"all_to_all": 16}),
+        ("gather", {"all_gather": 4, "reduce_scatter": 4}),
+    ],
+)
+def test_what_moves_along_two_axes_moves_once_along_each(way: str, counts: dict[str, int]) -> None:
+    """Four values in forward and four in backward change places on an axis that exchanges, keys and values else."""
+    passes = [SplitAttention(way), Propagate(), InsertBoxing(), LowerBoxing()]
+    graph = Pipeline(passes)(gz.parse(attention(axes="cp=2, cq=3", q="S(2) S(2)", k="S(2) S(2)", heads=6)))
+    moves = (transfer_of(node) for node in graph.nodes if value.phase_of(node) != "update")
+    assert Counter(one.kind for one in moves if one is not None) == counts
 
 
 def test_heads_that_an_inner_axis_has_split_are_cut_within_its_pieces() -> None:

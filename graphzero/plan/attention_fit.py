@@ -1,0 +1,93 @@
+"""Ways of attention over a split sequence: what is said of them, and which one a memory budget takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from graphzero.passes import Options, SplitAttention
+from graphzero.passes.place.attention_choice import AUTO_WAY, AttentionChoice, ways_by_axis, ways_text
+from graphzero.passes.place.attention_ways import WAYS
+from graphzero.plan.budget import Budget
+from graphzero.plan.plan import mega
+from graphzero.plan.variants import Candidate
+
+
+def fitting_way(
+    options: Options, budget: Budget, plain: Candidate, best: Callable[[Options], Candidate]
+) -> tuple[Options, Candidate, str]:
+    """The way of fewest bytes sent with which a step fits the budget; if none does, that with which it peaks lowest.
+
+    The options, the program, and words on what was tried, if another way is taken than without a budget.
+
+    best: makes the program of options.  plain: with the way that is taken without a budget, which does not fit.
+    """
+    ways, before = ways_by_axis(options.split_attention), _choices(plain)
+    if ways[""] != AUTO_WAY or not before:
+        return options, plain, ""
+    inner = list(dict.fromkeys(choice.axis for choice in before))[:-1]
+    others = [{"": way} for way in WAYS]
+    others += [{"": "gather", axis: "exchange"} for axis in inner]
+    said = {axis: way for axis, way in ways.items() if axis}
+    choices = {text: _choices(plain, text) for text in dict.fromkeys(ways_text(other | said) for other in others)}
+    smaller = [text for text in choices if _held_bytes(choices[text]) < _held_bytes(before)]
+    tried, taken_by = {options.split_attention: (options, plain)}, [_taken(before)]
+    for text in sorted(smaller, key=lambda text: _price(choices[text])):
+        if _taken(choices[text]) not in taken_by:
+            other = replace(options, split_attention=text)
+            tried[text] = other, best(other)
+            taken_by.append(_taken(choices[text]))
+            if tried[text][1].peak <= budget.nbytes:
+                break
+    taken, program = min(tried.values(), key=lambda one: one[1].peak)
+    if taken is options:
+        return options, plain, ""
+    peaks = ", ".join(
+        f"{text!r} would peak at {mega(one.peak)}" for text, (_, one) in tried.items() if one is not program
+    )
+    fits = "fits" if program.peak <= budget.nbytes else "is nearest to"
+    return taken, program, f"set_split_attention('auto'): {taken.split_attention!r} {fits} {budget} ({peaks})"
+
+
+def describe_ways(candidate: Candidate) -> list[str]:
+    """Words on each way that attention over a split sequence takes in a program."""
+    alike: dict[tuple[str, str, str], list[AttentionChoice]] = {}
+    for choice in _choices(candidate):
+        alike.setdefault((choice.axis, choice.taken, choice.why), []).append(choice)
+    return [_line(several) for several in alike.values()]
+
+
+def _line(choices: Sequence[AttentionChoice]) -> str:
+    """choices: of one way on one axis, for one reason."""
+    first, ways = choices[0], [way for choice in choices for way in choice.ways]
+    costs = []
+    for name in dict.fromkeys(way.name for way in ways):
+        alike = [way for way in ways if way.name == name]
+        sent, held_bytes = (mega(sum(getattr(way, what) for way in alike)) for what in ("sent_bytes", "held_bytes"))
+        seconds = f" in {sum(way.price for way in alike) / first.bandwidth:.2g} s" if first.bandwidth else ""
+        mask = sum(way.mask_bytes for way in alike)
+        of_mask = f", {mega(mask)} of them a mask" if mask else ""
+        costs.append(f"{name} sends {sent}{seconds} and holds {held_bytes}{of_mask}")
+    count = f" ({len(choices)} times)" if len(choices) > 1 else ""
+    return f"{first.subject}{count}: {first.taken}, {first.why}; {'; '.join(costs)}"
+
+
+def _choices(candidate: Candidate, text: str | None = None) -> list[AttentionChoice]:
+    """The choices of all attention of a program, or those that the ways of ``text`` would make."""
+    record = next((record for record in candidate.history if record.name == "split_attention"), None)
+    if record is None or record.packed[0] is record.packed[1] or not isinstance(record.pass_, SplitAttention):
+        return []
+    pass_ = record.pass_ if text is None else replace(record.pass_, split_attention=text)
+    return pass_.decide(record.before)
+
+
+def _taken(choices: Sequence[AttentionChoice]) -> list[tuple[str, str, str]]:
+    return [(choice.name, choice.axis, choice.taken) for choice in choices]
+
+
+def _held_bytes(choices: Sequence[AttentionChoice]) -> float:
+    return sum(way.held_bytes for choice in choices for way in choice.ways if way.name == choice.taken)
+
+
+def _price(choices: Sequence[AttentionChoice]) -> float:
+    return sum(way.price for choice in choices for way in choice.ways if way.name == choice.taken)
