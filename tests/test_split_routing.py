@@ -16,6 +16,8 @@ from toys import history, lines, lower
 
 import graphzero as gz
 from graphzero.errors import ConfigError
+from graphzero.passes.experts.split_routing import SplitRouting
+from graphzero.passes.place.forward_sweep import AxisPropagation
 from graphzero.sbp import B, S
 from graphzero.testing import assert_same_step
 
@@ -90,6 +92,17 @@ def test_stage_3_gathers_weights_where_that_sends_less_than_tokens() -> None:
         gathers[tokens] = any(name.endswith(".up") for names in gathered for name in names)
     weights = 3 * (model.first.up.numel() + model.first.down.numel())
     assert gathers == {tokens: 4 * tokens * WIDTH > weights for tokens in gathers} == {12: False, 96: True}
+
+
+def test_mixtures_whose_rows_come_split_take_one_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    graph = TrainGraph(model, loss_of, torch.optim.SGD(model.parameters()), placement=virtual(dp=2))
+    graph.compile(torch.randn(TOKENS, 24, dtype=torch.float64))
+    record = next(record for record in graph.history if record.name == "split_routing")
+    sweep, sweeps = AxisPropagation.sweep, list[int]()
+    monkeypatch.setattr(AxisPropagation, "sweep", lambda self: (sweeps.append(self.axis), sweep(self)))
+    after = SplitRouting()(record.before.clone())
+    assert sweeps == [0] and str(after).count("= sort.default(as_local") == 2
 
 
 # ---- what a rank may not do by itself

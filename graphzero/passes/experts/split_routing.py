@@ -93,20 +93,29 @@ class SplitRouting(BuiltinPass):
     links: Links = field(default=(), repr=False)
 
     def __call__(self, graph: StepGraph) -> StepGraph:
+        data_axes: list[AxisPropagation] = []
+        local: set[fx.Node] = set()  # ops that are per-rank code on all data axes by now
         for sort in [node for node in graph.nodes if node.target in SORTS]:
-            axes = [axis for axis in swept(graph, self.links) if _splits_rows(axis, sort)]
+            if sort in local:
+                continue
+            if not data_axes or not all(_splits_rows(axis, sort) for axis in data_axes):
+                # rows of earlier mixtures, which are left split by now, may come to this sort split
+                data_axes = [axis for axis in swept(graph, self.links) if axis.is_data and axis.ranks > 1]
+            axes = [axis for axis in data_axes if _splits_rows(axis, sort)]
             rows = _sorted_rows(graph, sort, axes)
             while axes and _gathers_tokens(axes[-1], rows):  # inside of the others, so that their rows stay together
                 axes.pop()
                 rows = _sorted_rows(graph, sort, axes)
             RegionWriter(graph, [axis.axis for axis in axes], rows).rewrite_graph()
+            if len(axes) == len(data_axes):
+                local.update(rows.ops)
         return graph
 
 
 def _splits_rows(axis: AxisPropagation, sort: fx.Node) -> bool:
-    """Return whether an axis is a data axis that splits the rows that are sorted."""
+    """Return whether a data axis splits the rows that are sorted."""
     keys = value.operand(sort)
-    return axis.is_data and axis.ranks > 1 and len(value.tensor_type(keys).shape) == 1 and axis.sbp(keys) is S(0)
+    return keys in axis.found and len(value.tensor_type(keys).shape) == 1 and axis.sbp(keys) is S(0)
 
 
 def _sorted_rows(graph: StepGraph, sort: fx.Node, axes: Sequence[AxisPropagation]) -> SortedRows:
