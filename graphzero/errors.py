@@ -58,6 +58,11 @@ class CheckError(GraphZeroError, AssertionError):
     """A check in build is not met: the step stopped before it changed anything."""
 
 
+class CapacityError(CheckError):
+    """More rows of tokens go to the experts of one rank than there is room: the step stopped before it changed
+    anything."""
+
+
 class SbpError(GraphZeroError, ValueError):
     """An SBP that a value cannot have."""
 

@@ -26,9 +26,9 @@ from graphzero import _compat
 from graphzero.capture import AverageSpec, OptimizerSpec, is_capturing
 from graphzero.checkpoint.checkpointer import Checkpointer
 from graphzero.config import GraphConfig
-from graphzero.errors import CaptureError, ConfigError, hides_frames
+from graphzero.errors import CapacityError, CaptureError, ConfigError, hides_frames
 from graphzero.ir.graph import StepGraph
-from graphzero.logs import OPTIONS
+from graphzero.logs import OPTIONS, event
 from graphzero.passes import Record
 from graphzero.plan import Plan
 from graphzero.runtime.state import full_tensors, modules
@@ -153,6 +153,15 @@ class Graph:
         Raises ConfigError, CaptureError or SbpError on every rank before the step is taken, and says what differs or
         where the step cannot be captured.
         """
+        while True:
+            try:
+                return self._take_step(args, kwargs)
+            except CapacityError:  # on all ranks, and nothing has changed: the same step again
+                if self._steps.is_watched:  # by what would take both for one step
+                    raise
+                self.give_more_room()
+
+    def _take_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_apart("called")
         with self._source.ranks.together(f"step of {self.name}"), _compat.outside_inference_mode():
             began = time.perf_counter() if OPTIONS.steps else 0.0
@@ -192,6 +201,16 @@ class Graph:
         with self._source.ranks.together(doing), _compat.outside_inference_mode():
             selection = self._selection
             yield selection.recall(args, kwargs) if alone else selection.prepare(args, kwargs, False, verifies)
+
+    def give_more_room(self) -> None:
+        """For the rest of graphzero: double the room of an exchange of experts' rows, which was too little for a step.
+
+        What is compiled from now on has it; with as much as there are ranks, no step can need more.
+        """
+        capacity = 2 * self.config.expert_capacity
+        self.config.set_split_experts(self.config.split_experts, capacity=capacity)
+        message = f"{self.name} runs a step again, with room for {capacity:g} times an even share of experts' rows"
+        event("more_room_for_rows", message, graph=self.name, capacity=capacity)
 
     # ---- reading
 

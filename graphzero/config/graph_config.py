@@ -24,6 +24,7 @@ from graphzero.config.settings import Settings
 from graphzero.config.stages import read_auto_stages, with_stage
 from graphzero.config.zero import zero_of
 from graphzero.errors import ConfigError
+from graphzero.passes.experts.expert_ways import CAPACITY
 from graphzero.plan.device import Device
 from graphzero.runtime.world import launch
 from graphzero.sbp.link_costs import Link
@@ -138,6 +139,25 @@ class GraphConfig(metaclass=PluginMembers):
         The step is the same either way, but for rounding.  ``gz.explain`` of an attention shows what each way costs.
         """
         self._set(split_attention=with_way(self._settings.split_attention, way, axis, self._placement))
+
+    def set_split_experts(self, way: str, *, capacity: float = CAPACITY) -> None:
+        """Say how tokens and weights come together where a data axis splits experts; "auto", the default, or one of
+        these.
+
+        ========== =====================================================================================================
+        "exchange" tokens go to the ranks of their experts, and results back, by all-to-all; none is ever dropped
+        "tokens"   each rank gathers all tokens, and computes what its experts make of them
+        "weights"  each rank gathers the weights of all experts, and computes its own tokens
+        "auto"     of the last two what sends fewer bytes
+        ========== =====================================================================================================
+
+        capacity: of an exchange, for how many rows of one rank another one has room, as a multiple of an even share.  A
+        step that needs more stops before it changes anything, and runs again, as the same step, in a program with
+        twice the room, which the Graph goes on with; with as much as there are ranks there is room for any routing.
+
+        The step is the same either way, but for rounding.  The ways are described in docs/experts.md.
+        """
+        self._set(split_experts=way, expert_capacity=capacity)
 
     def set_optimizer_in_backward(self, mode: bool = True) -> None:
         """Step each parameter while backward runs, as soon as its gradient is complete and its old value has been read.

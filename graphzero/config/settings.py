@@ -23,8 +23,10 @@ from graphzero.config.setting import (
 from graphzero.config.stages import AutoStages, StageMark
 from graphzero.config.zero import ZeroSettings
 from graphzero.errors import ConfigError
+from graphzero.passes.experts.expert_ways import CAPACITY
+from graphzero.passes.experts.expert_ways import WAYS as EXPERT_WAYS
 from graphzero.passes.place.attention_choice import AUTO_WAY, CHOICES, ways_by_axis
-from graphzero.sbp.link_costs import Link, Links
+from graphzero.sbp.link_costs import Link, Links, is_finite
 from graphzero.schedules import GENERATORS, PipelineSchedule
 
 EXECUTORS = ("eager", "inductor")
@@ -95,6 +97,13 @@ class Settings(Checked):
         "set_row_tiles({})",
     )
     split_attention: str = setting(AUTO_WAY, WAYS_OF_ATTENTION, "set_split_attention({})")
+    split_experts: str = setting(AUTO_WAY, one_of(AUTO_WAY, *EXPERT_WAYS), "set_split_experts({})")
+    expert_capacity: float = setting(
+        CAPACITY,
+        Check(lambda x: is_finite(x) and x > 0, "give a number above 0, such as 1.25"),
+        "set_split_experts(capacity={})",
+        doc="Room of an exchange, as ``set_split_experts`` left it, or a step that needed more.",
+    )
     optimizer_in_backward: bool = setting(False, YES_OR_NO, "set_optimizer_in_backward({})")
     arena: bool = setting(True, YES_OR_NO, "set_arena({})")
     stages: tuple[StageMark, ...] = setting(
@@ -175,6 +184,11 @@ class Settings(Checked):
             raise ConfigError(
                 "set_cuda_graph() and enable_offload(): a recorded step has its own streams, and copies of states from "
                 "host memory have not been tried in one; leave one of them out"
+            )
+        if self.cuda_graph and self.split_experts == "exchange":
+            raise ConfigError(
+                'set_cuda_graph() and set_split_experts("exchange"): a recorded step runs to its end, and one that '
+                "finds too little room for rows has to stop before its update; leave one of them out"
             )
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphzero import _compat
-from graphzero.errors import ConfigError, hides_frames
+from graphzero.errors import CapacityError, ConfigError, hides_frames
 from graphzero.graph import Graph
 from graphzero.inspect.compare import difference, held_difference, tolerance
 from graphzero.inspect.eager import eager_step
@@ -60,6 +60,16 @@ def check(
     """
     if dtype not in (None, torch.float64):
         raise ConfigError(f"check(dtype={dtype}): float64 leaves no rounding; without dtype the program's own are used")
+    while True:
+        try:
+            return _compare(graph, args, kwargs, dtype, rtol)
+        except CapacityError:  # as a call would
+            graph.give_more_room()
+
+
+def _compare(
+    graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None, rtol: float | None
+) -> Report:
     with graph.prepared_call(f"gz.check of {graph.name}", args, kwargs) as prepared:
         prepared.source.ranks.agree(CHECK)
         program = prepared.program

@@ -21,10 +21,11 @@ from graphzero.ir.text.notebook_text import show_as_printed
 from graphzero.ir.text.printer import print_line
 from graphzero.ir.transfer import delivered
 from graphzero.ir.verifier.verify import examine
-from graphzero.ops import AS_GLOBAL, AS_LOCAL, ATTENTION
+from graphzero.ops import AS_GLOBAL, AS_LOCAL, ATTENTION, GROUPED_MM
 from graphzero.passes import Expand, SplitAttention
 from graphzero.passes.place.forward_sweep import AxisPropagation, Option
 from graphzero.passes.place.propagate import propagation
+from graphzero.plan.expert_choices import choice_line, expert_choices
 from graphzero.sbp import boxing, registry
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.signature import Signature
@@ -81,7 +82,8 @@ class Explanation:
     """Result of ``explain``: the value's line, its source, and one choice per placement axis.
 
     places: of pipeline stages, in words: in which parts it is computed, and what hands it over.
-    ways: of attention over a split sequence: the way that was taken, why, and what each costs.
+    ways: of attention over a split sequence: the way that was taken, why, and what each costs; of experts that a data
+        axis splits: the way that was taken, and what each sends.
     """
 
     line: str
@@ -124,6 +126,9 @@ def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
             later[:0] = [part.graph] if part is not None else []
     node = _find(expanded, name, later)
     ways = _ways(graph, node.name, links) if node.target is ATTENTION else []
+    if program is not None and node.target is GROUPED_MM:
+        choices = expert_choices(program.graph, program.history)
+        ways = [choice_line(program.graph, one, links) for one in choices if node.name in one.products]
     return Explanation(print_line(node), value.source_of(node), [_choice(axis, node) for axis in axes], places, ways)
 
 

@@ -20,6 +20,7 @@ from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.transfer import NO_SLOT_YET
 from graphzero.passes import Options, Pipeline, default_passes
 from graphzero.passes.pass_list import first_on
+from graphzero.runtime.execute.checks import raise_without_room
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.tensors.shards import join, piece
 from graphzero.runtime.world.virtual import VirtualWorld
@@ -76,7 +77,8 @@ def _first_needed(graph: StepGraph) -> str:
 def run_program(program: StepGraph, inputs: Mapping[str, Any]) -> dict[str, RankValues]:
     """Run one step of a program of ``lower_program``, from whole values by placeholder, which are not changed.
 
-    Returns outputs ("output 0"), auxiliary values by name, and new states ("new w").
+    Returns outputs ("output 0"), auxiliary values by name, and new states ("new w").  Raises CapacityError where the
+    program has too little room for rows that ranks exchange.
     """
     place = program.placement
     world = VirtualWorld(place)
@@ -92,6 +94,7 @@ def run_program(program: StepGraph, inputs: Mapping[str, Any]) -> dict[str, Rank
     persistent = {node.name for node in program.placeholders(*PERSISTENT)}
     executor.bind({name: x for name, x in values.items() if name in persistent})
     results = executor.run_step({name: x for name, x in values.items() if name not in persistent})
+    raise_without_room(program, results.aux)
     results_of: dict[str, tuple[Any, Any]] = {
         f"output {i}": (out, results.outputs[i]) for i, out in enumerate(program.outputs)
     }

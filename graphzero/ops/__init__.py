@@ -14,7 +14,7 @@ from graphzero.ops.embedding_bag import BAG, BAG_BACKWARD, BAG_SCALES_BACKWARD
 from graphzero.ops.grouped_mm import GROUPED_MM
 from graphzero.ops.local_region import AS_GLOBAL, AS_LOCAL, FREE, SAME, dual
 from graphzero.ops.move import MOVE
-from graphzero.ops.pin_check import CHECK, PIN
+from graphzero.ops.pin_check import CHECK, PIN, ROOM_FOR_ROWS
 from graphzero.ops.random import RANK_KEY, UNIFORM_LIKE
 from graphzero.ops.stochastic_round import STOCHASTIC_ROUND
 
@@ -39,6 +39,7 @@ __all__ = [
     "MOVE",
     "PIN",
     "RANK_KEY",
+    "ROOM_FOR_ROWS",
     "SAME",
     "STOCHASTIC_ROUND",
     "UNIFORM_LIKE",

@@ -18,6 +18,7 @@ from graphzero.passes.boxing.insert_boxing import InsertBoxing
 from graphzero.passes.boxing.localize import Localize
 from graphzero.passes.boxing.lower_boxing import LowerBoxing
 from graphzero.passes.boxing.ring_attention import RingAttention
+from graphzero.passes.experts.expert_ways import CAPACITY
 from graphzero.passes.experts.split_experts import SplitExperts
 from graphzero.passes.experts.split_routing import SplitRouting
 from graphzero.passes.fuse.fuse_accumulate import FuseAccumulate
@@ -70,6 +71,7 @@ class Options:
         read them; None leaves the pass out.
     delay_gradients: whether what backward makes may wait, to lower the most bytes held at a time.
     split_attention: the way of attention over a split sequence; see ``SplitAttention``.
+    split_experts, expert_capacity: the way of experts that a data axis splits; see ``SplitRouting``.
     pipeline_stages: marks of modules, "model.layers.0@1"; see ``AssignStages``.
     micro_batches: in which a step computes the batch; the placement has an axis ``mb`` of that size.
     whole_accumulators, whole_on: see ``MicroBatches``.
@@ -91,6 +93,8 @@ class Options:
     keep_gathered: tuple[str, ...] | None = None
     delay_gradients: bool = False
     split_attention: str = AUTO_WAY
+    split_experts: str = AUTO_WAY
+    expert_capacity: float = CAPACITY
     pipeline_stages: tuple[str, ...] = ()
     micro_batches: int = 1
     whole_accumulators: bool = False

@@ -14,6 +14,7 @@ from graphzero.ir.storage.arena import arena_of
 from graphzero.ir.value import Role
 from graphzero.passes import Options
 from graphzero.plan import STAGES, Budget, Candidate, choose
+from graphzero.plan.expert_choices import expert_choices, expert_lines
 from graphzero.plan.pipelines.auto_stages import StageRequest, choose_stages
 from graphzero.plan.pipelines.pipeline import PipelinePrograms, with_seconds
 from graphzero.plan.pipelines.pipeline_fit import choose_pipeline
@@ -60,6 +61,8 @@ def program_of(
         graph, options, settings.user_passes, stages=stages, budget=budget,
         activations=settings.activation_memory, verifies=verifies,
     )  # fmt: skip
+    choices = expert_choices(candidate.graph, candidate.history)
+    candidate = candidate.decided(*expert_lines(candidate.graph, choices, settings.links))
     if not (settings.arena and settings.executor == "eager" and graph.placement.device_type == "cpu"):
         return candidate
     arena = arena_of(candidate.graph, settings.memory_budget)
@@ -90,6 +93,7 @@ def check_pipeline(settings: Settings, members: int) -> None:
         "set_optimizer_in_backward": settings.optimizer_in_backward
         and "less to hold: config.enable_zero(stage=3), config.set_memory_budget(bytes)",
         "enable_offload": settings.offload.states and "states split over the data ranks, config.enable_zero(stage=1)",
+        "set_split_experts": settings.split_experts == "exchange" and 'config.set_split_experts("auto")',
         "set_cuda_graph": settings.cuda_graph and 'compiled parts, config.set_executor("inductor")',
     }
     for name, alternative in instead.items():
@@ -168,6 +172,8 @@ def options_of(settings: Settings, placed: Mapping[Role, Nd], pipeline_stages: t
         masters=settings.amp.dtype is not None,
         optimizer_in_backward=settings.optimizer_in_backward,
         split_attention=settings.split_attention,
+        split_experts=settings.split_experts,
+        expert_capacity=settings.expert_capacity,
         pipeline_stages=pipeline_stages,
         micro_batches=settings.gradient_accumulation_steps,
         tiles=settings.row_tiles,

@@ -29,6 +29,7 @@ class StepRunner:
         self.source, self.selection = source, selection
         self._skips: list[Tensor] = []  # whether the last training call was skipped, if it may have been
         self._grad_norms: dict[str, Tensor] = {}
+        self.is_watched = False  # whether the last step was measured or traced
 
     def bind(self, prepared: PreparedCall) -> None:
         """Put the tensors in their places, if the program is not the one for which they are."""
@@ -68,6 +69,7 @@ class StepRunner:
         program, call, world = prepared.program, prepared.call, prepared.source.world
         state, progress = call.state, self.selection.progress
         executor, training = program.part.executor(world), program.captured.training
+        self.is_watched = executor.meter is not None or world.trace is not None
         if program.uses_seed:
             state.random.begin(self.source.ranks.share)
         arguments = program.arguments(call, world)

@@ -37,6 +37,8 @@ SAMPLES: dict[str, list[Any]] = {
     "tiles": [2, 16],
     "recompute": [(), ("gelu*", "h")],
     "split_attention": ["exchange", "gather"],
+    "split_experts": ["exchange", "tokens"],
+    "expert_capacity": [0.1, 4.0],
     "pipeline_stages": [(), ("model.a@0", "model.layers.*@1", "it's")],
     "keep_gathered": [(), ("model.head.*", "w", "none", "a,b", "(", "it's")],
     "delay_gradients": [True],

@@ -22,7 +22,7 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(12, 24, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
-def train(axis: str, nd: Any, **settings: Any) -> TrainGraph:
+def train(axis: str, nd: Any, capacity: float | None = None, **settings: Any) -> TrainGraph:
     """Two steps beside those of plain PyTorch on the whole batch, with gradients clipped."""
     torch.manual_seed(0)
     model = TwoLayers().double()
@@ -31,6 +31,8 @@ def train(axis: str, nd: Any, **settings: Any) -> TrainGraph:
     gz.to_global(model, place, {"*.up": nd, "*.down": nd})
     graph = TrainGraph(model, loss_of, torch.optim.AdamW(model.parameters(), lr=0.01), placement=place, clip=0.05,
                        **settings)  # fmt: skip
+    if capacity is not None:
+        graph.config.set_split_experts("exchange", capacity=capacity)
     optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
     for step in range(2):
         optimizer.zero_grad()
@@ -53,4 +55,11 @@ def check_experts_split_over_an_axis_of_their_own() -> None:
 
 def check_experts_that_zero_splits_over_the_data_axis() -> None:
     graph = train("dp", B, stage=3)
+    assert not any(name.endswith(".up") for c in graph.plan.collectives for name in c.names)
+
+
+def check_rows_are_exchanged_and_a_step_without_room_runs_again() -> None:
+    graph = train("dp", B, capacity=0.5, stage=3)
+    assert graph.config.expert_capacity > 0.5
+    assert any(c.kind == "all_to_all" for c in graph.plan.collectives)
     assert not any(name.endswith(".up") for c in graph.plan.collectives for name in c.names)

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
 
-from graphzero.ir import calls, ops, value
+from graphzero.errors import ConfigError
+from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.value import TensorType
-from graphzero.ops import AS_GLOBAL, AS_LOCAL, FREE, GROUPED_MM
+from graphzero.ops import CHECK, GROUPED_MM, ROOM_FOR_ROWS
 from graphzero.passes.base import BuiltinPass
+from graphzero.passes.experts.exchange_writer import ExchangeWriter
+from graphzero.passes.experts.expert_ways import AUTO_WAY, CAPACITY, WAYS, ExpertChoice, ExpertWays
+from graphzero.passes.experts.region_writer import RegionWriter
 from graphzero.passes.experts.routing_ops import SORTS
-from graphzero.passes.experts.sorted_rows import Fact, RowOp, SortedRows
-from graphzero.passes.experts.split_experts import may_be_used_in_place
+from graphzero.passes.experts.sorted_rows import SortedRows
 from graphzero.passes.place.expand import DefinitionWriter
 from graphzero.passes.place.forward_sweep import AxisPropagation, swept
-from graphzero.sbp import rank_call
 from graphzero.sbp.link_costs import Links
-from graphzero.sbp.types import Nd, S, Sbp
+from graphzero.sbp.types import S
 
 aten = torch.ops.aten
 
@@ -35,6 +35,9 @@ class SplitRouting(BuiltinPass):
     A sort needs all rows, so without this a mixture of experts gathers the tokens of all data ranks, and cannot run in
     micro-batches.  What depends on the sort becomes per-rank code on the axes that split the rows.
 
+    split_experts: how tokens and weights of experts come together on a data axis that splits these by expert:
+        "exchange", "tokens", "weights"; "auto": of the last two what sends fewer bytes.  See ``ExpertWays``.
+    expert_capacity: of an exchange, for how many rows of one rank another has room, over an even share of them.
     links: what communication costs on each axis, () for bytes.
 
     Requires: pins on inputs and uses.
@@ -90,11 +93,25 @@ class SplitRouting(BuiltinPass):
           return back
     """
 
+    split_experts: str = AUTO_WAY
+    expert_capacity: float = CAPACITY
     links: Links = field(default=(), repr=False)
 
+    def __post_init__(self) -> None:
+        if self.split_experts not in (AUTO_WAY, *WAYS):
+            raise ConfigError(
+                f"SplitRouting(split_experts={self.split_experts!r}): the ways are {', '.join((AUTO_WAY, *WAYS))}"
+            )
+
     def __call__(self, graph: StepGraph) -> StepGraph:
+        self.take_ways(graph)
+        return graph
+
+    def take_ways(self, graph: StepGraph) -> list[ExpertChoice]:
+        """Rewrite the graph.  Returns the choices where a data axis splits the weights of experts."""
         data_axes: list[AxisPropagation] = []
         local: set[fx.Node] = set()  # ops that are per-rank code on all data axes by now
+        excesses, choices = list[fx.Node](), list[ExpertChoice]()
         for sort in [node for node in graph.nodes if node.target in SORTS]:
             if sort in local:
                 continue
@@ -102,14 +119,71 @@ class SplitRouting(BuiltinPass):
                 # rows of earlier mixtures, which are left split by now, may come to this sort split
                 data_axes = [axis for axis in swept(graph, self.links) if axis.is_data and axis.ranks > 1]
             axes = [axis for axis in data_axes if _splits_rows(axis, sort)]
+            for axis in data_axes if len(axes) < len(data_axes) else ():
+                if axis not in axes:  # all ranks have these tokens already
+                    whole = self._ways([axis], _sorted_rows(graph, sort, [axis]))
+                    choices += [one.choice("tokens") for one in whole]
             rows = _sorted_rows(graph, sort, axes)
-            while axes and _gathers_tokens(axes[-1], rows):  # inside of the others, so that their rows stay together
-                axes.pop()
+            splitting = self._ways(axes, rows)
+            exchange = self._exchange(splitting)
+            while axes and exchange is None and self._gathers_tokens(axes[-1], splitting):
+                choices.append(splitting.pop().choice("tokens"))
+                axes.pop()  # inside of the others, so that their rows stay together
                 rows = _sorted_rows(graph, sort, axes)
-            RegionWriter(graph, [axis.axis for axis in axes], rows).rewrite_graph()
+                splitting = self._ways(axes, rows)
+            choices += [one.choice("exchange" if one is exchange else "weights") for one in splitting]
+            numbers = [axis.axis for axis in axes]
+            if exchange is None:
+                RegionWriter(graph, numbers, rows).rewrite_graph()
+            else:
+                exchange.pin_uses()
+                writer = ExchangeWriter(graph, numbers, rows, exchange.axis.axis, exchange.room)
+                writer.rewrite_graph()
+                excesses += writer.excesses
             if len(axes) == len(data_axes):
                 local.update(rows.ops)
-        return graph
+        if excesses:
+            _check_room(graph, excesses)
+        if self.split_experts == "exchange" and all(choice.way != "exchange" for choice in choices):
+            _warn_of_none(graph)
+        return choices
+
+    def _ways(self, axes: Sequence[AxisPropagation], rows: SortedRows) -> list[ExpertWays]:
+        """The ways of a mixture on each axis that splits its weights."""
+        ways = (ExpertWays(axis, rows, self.expert_capacity) for axis in axes)
+        return [one for one in ways if one.is_there]
+
+    def _exchange(self, splitting: Sequence[ExpertWays]) -> ExpertWays | None:
+        """The innermost axis along which rows are exchanged; None for none."""
+        able = [one for one in splitting if self.split_experts == "exchange" and one.may_exchange]
+        return able[-1] if able else None
+
+    def _gathers_tokens(self, axis: AxisPropagation, splitting: Sequence[ExpertWays]) -> bool:
+        """Return whether an axis gathers tokens of experts that it splits, and not weights."""
+        if not splitting or splitting[-1].axis is not axis or self.split_experts != AUTO_WAY:
+            return bool(splitting) and splitting[-1].axis is axis and self.split_experts == "tokens"
+        choice = splitting[-1].choice("tokens")
+        return choice.nbytes("tokens") < choice.nbytes("weights")
+
+
+def _warn_of_none(graph: StepGraph) -> None:
+    """Say that no rows are exchanged, where there are experts."""
+    if any(node.target is GROUPED_MM for node in graph.nodes):
+        warnings.warn(
+            f'set_split_experts("exchange"): no rows are exchanged in {graph.name}; a data axis has to split weights '
+            "evenly by expert, as enable_zero(stage=3) does or gz.to_global(model, placement, "
+            '{"*.experts.*": gz.sbp.S(0)}), and between the products no op may read other rows',
+            stacklevel=2,
+        )
+
+
+def _check_room(graph: StepGraph, excesses: Sequence[fx.Node]) -> None:
+    """Let the step stop where some rank has more rows for another one than there is room."""
+    w, total = DefinitionWriter(graph, excesses[-1].next), excesses[0]
+    for excess in excesses[1:]:
+        total = w(aten.add.Tensor, total, excess)
+    check = w(CHECK, w(aten.le.Scalar, total, 0), ROOM_FOR_ROWS)
+    graph.set_output(graph.outputs, {**graph.aux, "check.room_for_rows": check}, graph.updates)
 
 
 def _splits_rows(axis: AxisPropagation, sort: fx.Node) -> bool:
@@ -120,112 +194,3 @@ def _splits_rows(axis: AxisPropagation, sort: fx.Node) -> bool:
 
 def _sorted_rows(graph: StepGraph, sort: fx.Node, axes: Sequence[AxisPropagation]) -> SortedRows:
     return SortedRows(sort, list(graph.nodes), prod(axis.ranks for axis in axes))
-
-
-def _gathers_tokens(axis: AxisPropagation, rows: SortedRows) -> bool:
-    """Return whether an axis splits weights by expert, and gathering tokens sends less than gathering these.
-
-    Each phase gathers tokens, and reduces their results; or gathers weights, whose gradients are reduced once.
-    """
-    products = {node: op for node, op in rows.ops.items() if node.target is GROUPED_MM}
-    stacked = dict.fromkeys(x for op in products.values() for x in op.enters)
-    uses = dict.fromkeys(_use_of(x) for x in stacked)
-    if not uses or not all(use is not None and may_be_used_in_place(axis.graph, use, axis.axis) for use in uses):
-        return False
-    gradients = [node for node, op in products.items() if not op.enters]
-    tokens = [x for node, op in rows.ops.items() for x in op.enters if _reads_tokens(rows, node)]
-    phases = len({value.phase_of(node) for node in products})
-    sent = 2 * phases * max((_own_bytes(axis, x) for x in tokens), default=0)
-    return sent < sum(_own_bytes(axis, x) for x in [*stacked, *gradients])
-
-
-def _use_of(x: fx.Node) -> fx.Node | None:
-    while x.target in (aten.transpose.int, aten._to_copy.default, AS_LOCAL):
-        x = value.operand(x)
-    return x if x.target is ops.use else None
-
-
-def _reads_tokens(rows: SortedRows, node: fx.Node) -> bool:
-    """Return whether an op brings rows as given into the order of the sort."""
-    return node is not rows.sort and node.target in (aten.index.Tensor, aten.index_select.default)
-
-
-def _own_bytes(axis: AxisPropagation, x: fx.Node) -> float:
-    """Bytes of a value that the ranks of one line of the axis have together."""
-    others = (other for other in axis.axes if other is not axis and other.sbp(x).is_split)
-    return value.tensor_type(x).nbytes / prod(other.ranks for other in others)
-
-
-class RegionWriter:
-    """Rewrites the ops that depend on one sort to per-rank code on some axes."""
-
-    def __init__(self, graph: StepGraph, axes: Sequence[int], rows: SortedRows) -> None:
-        self.graph, self.axes, self.rows = graph, axes, rows
-        self.types = {node: value.type_of(node) for node in rows.ops}  # of all rows
-        self.local: dict[fx.Node, fx.Node] = {}  # what a rank has of a value that all ranks have, too
-        self.entered: dict[tuple[fx.Node, Sbp], fx.Node] = {}
-
-    def rewrite_graph(self) -> None:
-        """Make the ops per-rank code."""
-        for node, op in self.rows.ops.items():
-            self._rewrite(node, op)
-        for node in reversed(self.rows.ops):
-            if node.target is AS_GLOBAL and not node.users:
-                self.graph.graph.erase_node(node)
-
-    def _rewrite(self, node: fx.Node, op: RowOp) -> None:
-        operands = value.tensor_operands(node)
-        pairs_in = [(self.types.get(x, value.type_of(x)).shape, (self._sbp(op, x),)) for x in operands]
-        metas = [meta for meta in calls.result_metas(node) if meta is not None]
-        facts = [fact for fact in op.facts if fact is not None]
-        pairs_out = [(meta.shape, (fact.sbp,)) for meta, fact in zip(metas, facts, strict=True)]
-        args, kwargs = node.args, node.kwargs
-        if node.target is not operator.getitem:
-            args, kwargs = rank_call.local_args(node.target, args, kwargs, pairs_in, pairs_out, self._shape)  # type: ignore[arg-type]
-        given = {x: self._operand(node, op, x) for x in node.all_input_nodes}
-        args, kwargs = fx.map_arg((args, kwargs), lambda x: given[x])
-        type_ = self._type(value.type_of(node), op.facts)
-        if value.is_multi(node) or op.facts[0].is_inner:  # type: ignore[union-attr]
-            node.args, node.kwargs, node.meta["type"] = args, kwargs, type_
-            return
-        with self.graph.graph.inserting_before(node):
-            own = self.graph.call(node.target, args, type_, like=node, kwargs=dict(kwargs), name=f"{node.name}_own")
-        self.local[node] = own
-        node.target, node.kwargs = AS_GLOBAL, {}
-        node.args = (own, self._words(op.facts[0].sbp), list(value.tensor_type(node).shape))  # type: ignore[union-attr]
-
-    def _sbp(self, op: RowOp, x: fx.Node) -> Sbp:
-        return op.enters[x] if x in op.enters else self.rows.facts[x].sbp if x in self.rows.facts else S(0)
-
-    def _operand(self, node: fx.Node, op: RowOp, x: fx.Node) -> fx.Node:
-        """A rank's part of an operand."""
-        if x is op.numbered:
-            return DefinitionWriter(self.graph, node)(
-                aten.arange.default, self.rows.rows // self.rows.parts, **x.kwargs
-            )
-        if x in op.enters:
-            return self._enter(node, x, op.enters[x])
-        return self.local.get(x, x)
-
-    def _enter(self, node: fx.Node, x: fx.Node, sbp: Sbp) -> fx.Node:
-        if (x, sbp) not in self.entered:
-            shape = self._shape(value.tensor_type(x).shape, (sbp,))
-            self.entered[x, sbp] = DefinitionWriter(self.graph, node)(AS_LOCAL, x, self._words(sbp), shape)
-        return self.entered[x, sbp]
-
-    def _words(self, sbp: Sbp) -> list[str]:
-        return [str(sbp) if i in self.axes else FREE for i in range(len(self.graph.placement.names))]
-
-    def _shape(self, shape: Iterable[int], nd: Nd) -> list[int]:
-        (sbp,), sizes = nd, list(shape)
-        if sbp.is_split:
-            sizes[sbp.dim] //= self.rows.parts
-        return sizes
-
-    def _type(self, type_: Any, facts: Sequence[Fact | None]) -> Any:
-        each = type_ if isinstance(type_, tuple) else (type_,)
-        types = tuple(
-            None if fact is None else TensorType(one.dtype, tuple(self._shape(one.shape, (fact.sbp,))))
-            for one, fact in zip(each, facts, strict=True)
-        )
-        return types if isinstance(type_, tuple) else types[0]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from graphzero import _compat
-from graphzero.errors import CheckError
+from graphzero.errors import CapacityError, CheckError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ops import CHECK
+from graphzero.ops import CHECK, ROOM_FOR_ROWS
 
 _STOPPED = "The step stopped here: parameters, optimizer states and buffers are as they were before the call"
 _REPLAYED = "The step was replayed from a recording, which runs to its end: its update has been made"
@@ -46,7 +46,19 @@ def raise_of_replay(graph: StepGraph, aux: Mapping[str, Sequence[Tensor]]) -> No
             raise _error(failed, _REPLAYED)
 
 
+def raise_without_room(graph: StepGraph, aux: Mapping[str, Sequence[Tensor]]) -> None:
+    """Raise CapacityError where a run that looked at no check had too little room for rows of experts."""
+    for name, node in graph.aux.items():
+        if node.target is CHECK and node.args[1] == ROOM_FOR_ROWS and not aux[name][0]:
+            raise _error(node, _STOPPED)
+
+
 def _error(node: fx.Node, then: str) -> CheckError:
     message, source = str(node.args[1]), value.source_of(node)
+    if message == ROOM_FOR_ROWS:
+        return CapacityError(
+            "more rows of tokens go from one rank to the experts of another one than there is room\n  Give more: "
+            f'config.set_split_experts("exchange", capacity=...); calls of a Graph do so themselves\n\n  {then}'
+        )
     where = f"\n\n  at {source}" if source else ""
     return CheckError(f"build checks a value, and it does not hold: {message}{where}\n\n  {then}")

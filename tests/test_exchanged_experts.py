@@ -1,0 +1,327 @@
+"""Rows of tokens go to the ranks of their experts and back, and give what plain PyTorch gives with all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from graphs import TrainGraph
+from mixtures import Mixture, TwoLayers
+from test_experts import OTHERS, ROUTINGS, ROW_BY_ROW, TOKENS, WIDTH, batch, chain, loss_of, train, virtual
+from test_planned_splits import loss_of as language_loss
+from test_planned_splits import model_of as language_model
+from test_split_routing import Layers, model_of
+from torch import Tensor, nn
+from toys import lines, lower
+
+import graphzero as gz
+from graphzero.errors import CapacityError, ConfigError
+from graphzero.passes.experts import row_exchange
+from graphzero.passes.experts.split_routing import SplitRouting
+from graphzero.sbp import B, S
+from graphzero.testing import assert_same_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:no axis of")
+
+
+def exchanging(capacity: float, *more: Callable[[TrainGraph], Any]) -> Callable[[TrainGraph], None]:
+    def configure(graph: TrainGraph) -> None:
+        graph.config.set_split_experts("exchange", capacity=capacity)
+        for step in more:
+            step(graph)
+
+    return configure
+
+
+def is_exchanged(graph: TrainGraph) -> bool:
+    """Whether every mixture sends rows, and no weight of an expert is gathered."""
+    gathers = [c for c in graph.plan.collectives if c.kind == "all_gather" and c.what_for == "parameters"]
+    whole = any(name.endswith((".up", ".down")) for c in gathers for name in c.names)
+    ways = [line.split()[4] for line in graph.plan.decisions if line.startswith("experts split")]
+    return bool(ways) and {way.rstrip(",") for way in ways} == {"exchange"} and not whole
+
+
+LAYOUTS: dict[str, tuple[dict[str, int], tuple[Any, ...], dict[str, Any]]] = {
+    "micro-batches, stage 3": ({"dp": 2}, (B,), {"micro_batches": 3, "stage": 3}),
+    "four ranks": ({"dp": 4}, (S(0),), {}),
+    "stage 1 beside experts": ({"dp": 2}, (S(0),), {"stage": 1}),
+    "stage 2 beside experts": ({"dp": 2}, (S(0),), {"stage": 2}),
+    "two data axes": ({"dp_replicate": 2, "dp_shard": 2}, (B, B), {"stage": 3, "axis": "dp_shard"}),
+    "data ranks outside": ({"dp_shard": 2, "dp_replicate": 2}, (S(0), B), {}),
+    "experts split inside": ({"dp": 2, "tp": 2}, (S(0), S(1)), {"micro_batches": 2}),
+    "an axis that has no part in it": ({"dp": 2, "ep": 2}, (S(0), B), {}),
+    "two axes that split experts": ({"dp": 2, "ep": 2}, (S(0), S(0)), {}),
+}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow][: i > 0]) for i, name in
+                                    enumerate(LAYOUTS)])  # fmt: skip
+def test_exchanged_rows_train_as_plain_pytorch_does_also_where_the_room_was_too_little(layout: str) -> None:
+    axes, nd, settings = LAYOUTS[layout]
+    graph = train(model_of(), virtual(**axes), *nd, configure=exchanging(0.5), **settings)
+    assert graph.config.expert_capacity > 0.5 and (layout == "two axes that split experts" or is_exchanged(graph))
+
+
+@pytest.mark.parametrize("routing", [pytest.param(name, marks=[pytest.mark.slow][: i != 1]) for i, name in
+                                     enumerate(ROUTINGS)])  # fmt: skip
+def test_no_row_is_dropped_whatever_the_router_says(routing: str) -> None:
+    graph = train(model_of(**ROUTINGS[routing]), virtual(dp=4), S(0), configure=exchanging(1.0))
+    assert is_exchanged(graph)
+    if routing == "all tokens to one expert":
+        assert graph.config.expert_capacity == 4 and "check(" not in str(graph.program)
+
+
+@pytest.mark.parametrize("capacity", [1.25, pytest.param(3.0, marks=pytest.mark.slow)])
+def test_a_rank_sends_the_room_for_rows_in_both_directions_of_each_phase(capacity: float) -> None:
+    """And weights of experts and their gradients not at all."""
+    model, place = model_of(shared=False), virtual(dp=4)
+    gz.to_global(model, place, {"*.up": S(0), "*.down": S(0)})
+    graph = TrainGraph(model, loss_of, torch.optim.AdamW(model.parameters()), placement=place)
+    exchanging(capacity)(graph)
+    graph.compile(batch(0))
+    room = -(-capacity * (TOKENS // 4 * 2) // 4)
+    sent = [c for c in graph.plan.collectives if c.kind == "all_to_all" and c.bytes > 100]
+    assert [c.bytes for c in sent] == [3 * room * WIDTH * 8] * 8
+    assert [c.phase for c in sent] == ["forward"] * 4 + ["backward"] * 4
+    products = lines(graph.program, "= grouped_mm(")
+    assert len(products) == 12 and all(f"{4 * room:g}" in line or "f64[1, " in line for line in products)
+
+
+def test_the_plan_of_an_exchange_equals_what_a_call_does() -> None:
+    graph = train(model_of(), virtual(dp=4), S(0), configure=exchanging(2.0), stage=1)
+    sent = [(entry.kind, entry.axis, entry.nbytes) for entry in gz.testing.trace_step(graph, batch(0))]
+    assert sent == [(c.kind, c.axis, c.bytes) for c in graph.plan.collectives] and is_exchanged(graph)
+    assert gz.testing.measure_step(graph, batch(1)).peak == graph.plan.memory.peak
+
+
+def test_a_step_that_is_measured_does_not_run_twice() -> None:
+    model = Mixture(top=1, shared=False).double()
+    with torch.no_grad():
+        model.router.weight.zero_()[0, 0], model.router.weight[2, 0] = 1, -1  # by the sign of a token's first element
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    graph = TrainGraph(model, lambda m, x: m(x).square().mean(), optimizer, placement=virtual(dp=2), stage=3)
+    exchanging(1.0)(graph)
+    x = batch(0, WIDTH)
+    x[:, 0] = torch.tensor([1.0, -1]).repeat(TOKENS // 2)
+    graph(x)
+    with pytest.raises(CapacityError, match="more rows of tokens go from one rank"):
+        gz.testing.measure_step(graph, x.abs())
+    assert graph.config.expert_capacity == 1
+    graph(x.abs())
+    assert graph.config.expert_capacity == 2
+
+
+class Noisy(Layers):
+    """Draws random numbers, and has statistics of batches that it has seen."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.norm, self.dropout = nn.BatchNorm1d(24), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(self.dropout(self.norm(x)))
+        return y
+
+
+def test_a_step_that_runs_again_is_the_same_step() -> None:
+    """A router that overflows in every step: the room is taken away again each time."""
+    results = []
+    for capacity in (4.0, 0.5):
+        model = model_of(Noisy)
+        place = virtual(dp=4)
+        gz.to_global(model, place, {"*.up": S(0), "*.down": S(0)})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        graph = TrainGraph(model, loss_of, optimizer, placement=place, scheduler=scheduler)
+        torch.manual_seed(5)
+        losses = []
+        for step in range(3):
+            exchanging(capacity)(graph)
+            losses.append(graph(batch(step)))
+            assert graph.config.expert_capacity >= 1 or capacity == 4
+        results.append((losses, graph.full_state_dict()))
+    (losses, state), (other_losses, other) = results
+    for one in (state, other):
+        del one["optimizers"][0]["param_groups"][0]["params"]
+    torch.testing.assert_close((losses, state), (other_losses, other), rtol=1e-12, atol=1e-12)
+
+
+def test_gz_check_takes_more_room_as_a_call_does() -> None:
+    torch.manual_seed(0)
+    model = Mixture(top=1, bias=torch.tensor([0.0, 9, 0, 0]), shared=False).double()
+    optimizer = torch.optim.SGD(model.parameters())
+    graph = TrainGraph(model, lambda m, x: m(x).square().mean(), optimizer, placement=virtual(dp=2), stage=3)
+    exchanging(1.0)(graph)
+    report = gz.check(graph, batch(0, WIDTH), dtype=torch.float64, rtol=1e-9)
+    assert report and graph.config.expert_capacity == 2, str(report)
+
+
+def test_a_step_that_only_evaluates_exchanges_rows_too() -> None:
+    model = model_of()
+    with torch.no_grad():
+        expected = model(batch(1))
+    graph = TrainGraph(model, loss_of, placement=virtual(dp=2))
+    gz.to_global(model, graph.placement, {"*.up": S(0), "*.down": S(0)})
+    exchanging(0.5)(graph)
+    torch.testing.assert_close(graph(batch(1)), expected, rtol=1e-12, atol=1e-12)
+    assert is_exchanged(graph)
+
+
+@pytest.mark.slow
+def test_masters_and_a_memory_budget_go_with_it() -> None:
+    model = model_of().float()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graph = TrainGraph(model, loss_of, optimizer, placement=virtual(dp=2), stage=3, dtype=torch.bfloat16)
+    exchanging(2.0)(graph)
+    assert is_exchanged(graph.compile(batch(0).float()))
+    train(model_of(), virtual(dp=2), S(0), stage=3,
+          configure=exchanging(2.0, lambda g: g.config.set_memory_budget(50_000)))  # fmt: skip
+
+
+# ---- what each rank's experts may do with rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_any_ops_between_the_products_give_what_they_give_on_one_device(seed: int) -> None:
+    train(model_of(between=chain(seed, ROW_BY_ROW + OTHERS)), virtual(dp=2), B, stage=3, configure=exchanging(1.0))
+
+
+def test_rows_that_nobody_has_sent_count_in_nothing() -> None:
+    """Between the products, where empty room may hold anything, is an op without a finite slope at 0."""
+    train(model_of(between=lambda h: h.abs().sqrt(), bias=torch.tensor([0.0, 9, 0, 9])), virtual(dp=2), S(0),
+          configure=exchanging(1.0))  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["_slot_of_row", *(pytest.param(fault, marks=pytest.mark.slow) for fault in
+                                                     ("_order", "_rows_sent"))])  # fmt: skip
+def test_a_wrong_map_of_rows_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row is moved by one."""
+    write = row_exchange.RowExchange._plan_receipt
+
+    def wrong(self: Any, w: Any, counts: Any) -> None:
+        write(self, w, counts)
+        setattr(self, fault, w(torch.ops.aten.roll.default, getattr(self, fault), [1], [0]))
+
+    monkeypatch.setattr(row_exchange.RowExchange, "_plan_receipt", wrong)
+    with pytest.raises(AssertionError, match="not close"):
+        train(model_of(), virtual(dp=2), S(0), configure=exchanging(2.0))
+
+
+TEXT = """
+graph experts(dp={ranks})
+  x = batch() : f64[8, 4]     {rows}!
+  r = batch() : f64[8, 4]     {rows}!
+  w = param() : f64[4, 4, 4]  {rows}!
+forward:
+  u    = use(w)                                : f64[4, 4, 4]  B!
+  k    = argmax(r, 1)                          : i64[8]
+  s    = sort.default(k)                       : (i64[8], i64[8])
+  keys = s[0]                                  : i64[8]
+  o    = s[1]                                  : i64[8]
+  f    = _to_copy(keys, dtype=torch.float32)   : f32[8]
+  n    = histc(f, 4, 0, 3)                     : f32[4]
+  ends = cumsum(n, 0, dtype=torch.int32)       : i32[4]
+  rows = index(x, [o])                         : f64[8, 4]
+{ops}
+  zero = zeros([8, 4], dtype=torch.float64)    : f64[8, 4]
+  back = index_put(zero, [o], y, True)         : f64[8, 4]
+  return back{more}
+"""
+OPS = {
+    "rows": ("y = grouped_mm(rows, u, ends) : f64[8, 4]", ""),
+    "columns": ("t = t(rows) : f64[4, 8]\nc = grouped_mm(u, t, ends) : f64[4, 8]\ny = t(c) : f64[8, 4]", ""),
+    "weight gradients": (
+        "y = grouped_mm(rows, u, ends) : f64[8, 4]\nt = t(y) : f64[4, 8]\n"
+        "g = grouped_mm(t, rows, ends) : f64[4, 4, 4]", ", g"),
+    "a sum of rows between": (
+        "h = grouped_mm(rows, u, ends) : f64[8, 4]\nd = sum.dim_IntList(h, [0]) : f64[4]\n"
+        "y = grouped_mm(h, u, ends) : f64[8, 4]", ", d"),
+    "rows from outside between": (
+        "h = grouped_mm(rows, u, ends) : f64[8, 4]\na = add(h, rows) : f64[8, 4]\n"
+        "y = grouped_mm(a, u, ends) : f64[8, 4]", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_products_of_every_form_are_those_of_one_rank(ops: str) -> None:
+    steps, more = OPS[ops]
+    steps = "\n".join(f"  {line}" for line in steps.splitlines())
+    one, two = (TEXT.format(ranks=ranks, rows=rows, ops=steps, more=more) for ranks, rows in ((1, "B"), (2, "S(0)")))
+    exchanged = SplitRouting("exchange", 2.0)(gz.parse(two))
+    assert lines(exchanged, "= searchsorted(") and not lines(exchanged, "check(")
+    assert_same_step(lower(one), lower(str(exchanged)), rtol=1e-12, atol=1e-12)
+
+
+# ---- models of transformers
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3", "DeepSeek", "gpt-oss"])
+def test_mixtures_of_transformers_exchange_rows(name: str, count: int) -> None:
+    model = language_model(name, **({} if name == "DeepSeek" else {"output_router_logits": count == 1}))
+    optimizer = torch.optim.AdamW(model.parameters())
+    place = virtual(dp=2)
+    graph = TrainGraph(model, language_loss, optimizer, placement=place, micro_batches=count, stage=3)
+    exchanging(0.5)(graph)
+    report = gz.check(graph, torch.randint(0, 32, (8, 8)), dtype=torch.float64, rtol=1e-9)
+    assert report, str(report)
+    assert any(c.kind == "all_to_all" for c in graph.plan.collectives)
+
+
+# ---- what is said
+
+
+def test_each_way_can_be_asked_for_and_is_explained_with_the_bytes_of_all() -> None:
+    sent = {}
+    for way in ("exchange", "tokens", "weights"):
+
+        def configure(graph: TrainGraph, way: str = way) -> None:
+            graph.config.set_split_experts(way)
+            graph.config.set_links({"dp": gz.Link(1e-6, 1e9)})
+
+        graph = train(model_of(shared=False), virtual(dp=4), B, configure=configure, stage=3)
+        (line,) = graph.plan.decisions
+        assert line.startswith(f"experts split over dp: {way}") and line.endswith("model.first and 1 more, each")
+        words = next(word for word in str(gz.explain(graph, "grouped_mm")).splitlines() if "experts split" in word)
+        assert line.startswith(words.strip())
+        sent[way] = {name: float(words.split(f"{name} ")[1].split(" B")[0].replace(",", "")) for name in
+                     ("exchange", "tokens", "weights") if name != way}  # fmt: skip
+    assert sent["exchange"]["tokens"] == sent["weights"]["tokens"] == 4 * TOKENS * WIDTH * 8 * 3 / 4
+    assert sent["tokens"]["exchange"] == sent["weights"]["exchange"]
+
+
+WRONG: dict[str, tuple[Callable[[gz.GraphConfig], Any], str]] = {
+    "a way that is not there": (lambda c: c.set_split_experts("drop"), "exchange"),
+    "no room": (lambda c: c.set_split_experts("exchange", capacity=0), "above 0"),
+    "room without end": (lambda c: c.set_split_experts("exchange", capacity=float("inf")), "above 0"),
+    "a recorded step": (lambda c: (c.set_cuda_graph(), c.set_split_experts("exchange")), "recorded step"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_settings_without_a_meaning_are_refused(case: str) -> None:
+    call, words = WRONG[case]
+    with pytest.raises(ConfigError, match=words):
+        call(TrainGraph(Mixture(), loss_of, placement=virtual(dp=2)).config)
+
+
+def test_pipeline_stages_refuse_an_exchange() -> None:
+    model: Any = model_of()
+    graph = TrainGraph(model, loss_of, torch.optim.SGD(model.parameters()), placement=virtual(pp=2, dp=2))
+    for part, stage in ((model.stem, 0), (model.first, 0), (model.second, 1), (model.head, 1)):
+        graph.config.set_stage(part, stage)
+    exchanging(1.0)(graph)
+    with pytest.raises(ConfigError, match="pipeline stages do not work with set_split_experts"):
+        graph.compile(batch(0))
+
+
+def test_an_exchange_that_no_mixture_can_make_is_told() -> None:
+    graph = TrainGraph(TwoLayers().double(), loss_of, placement=virtual(dp=2))
+    exchanging(1.0)(graph)
+    with pytest.warns(UserWarning, match='set_split_experts."exchange".: no rows are exchanged in'):
+        graph.compile(batch(0))
