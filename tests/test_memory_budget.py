@@ -431,5 +431,11 @@ def test_many_items_are_chosen_quickly_and_nearly_as_well():
     assert sum(items[i][1] for i in found) > 0.99 * bound
 
 
+def test_a_tight_room_behind_wide_ones_takes_what_fits_it():
+    chosen = knapsack([(10**6 + i, 1.0) for i in range(600)], [10**10] * 599 + [3 * 10**6])
+    assert len(chosen) == 2
+    assert knapsack([(10**6, 1.0)] * 600, [10**10] * 599 + [0]) == []
+
+
 def test_keep_is_a_pass_of_the_public_list():
     assert gz.passes.KeepGathered is KeepGathered and KeepGathered().name == "keep_gathered"

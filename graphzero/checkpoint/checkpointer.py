@@ -144,16 +144,16 @@ class Checkpointer:
 
     def materialize(self, init: Any) -> None:
         """See ``gz.materialize``."""
-        pretrained.materialize(self._source, init)
+        pretrained.materialize(self._source, self._selector.last, init)
 
     def load_pretrained(self, path: Path, module: str | None, rename: Any, strict: bool) -> None:
         """See ``gz.load_pretrained``."""
-        pretrained.load_pretrained(self._source, path, module, rename, strict)
+        pretrained.load_pretrained(self._source, self._selector.last, path, module, rename, strict)
 
     def _restore_operation(self, where: Path, strict: bool) -> RestoreOperation:
         source, state = self._source, self._source.state()
         expected_states = ExpectedStates(source.optimizers, state, self._selector.last)
-        expected_sbp = ExpectedSbp(source, self._state_nds())
+        expected_sbp = ExpectedSbp(source, self._selector.last)
         return RestoreOperation(
             where, read_index(where), state, source.schedulers, strict, expected_states, expected_sbp
         )  # fmt: skip

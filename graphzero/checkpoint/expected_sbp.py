@@ -5,9 +5,6 @@ A guess that differs from the later program costs one more exchange at the first
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
 from graphzero.config.stages import resolve_marks
@@ -17,16 +14,30 @@ from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.tensors.stage_tensors import has_stages
 from graphzero.sbp.types import B, Nd
 from graphzero.schedules import resolve_schedule
+from graphzero.step.program import StepProgram
 from graphzero.step.user_graph import UserGraph
 
 
-def expected_homes(source: UserGraph) -> dict[str, int]:
+def expected_homes(source: UserGraph, program: StepProgram | None) -> dict[str, int]:
     """Path of a parameter or buffer -> the member of ``pp`` whose ranks alone are going to keep it.
 
-    By the user's marks: of what none is on, and of cuts that are to be chosen, nothing is known yet.
+    program: compiled last; it says of what it reads, and of that alone, where cuts that were to be chosen have put it.
+    By the user's marks else: of what none is on nothing is known yet.
     """
+    if not has_stages(source.whole_placement):
+        return {}
+    homes = _marked_homes(source)
+    for node in program.graph.placeholders("param", "buffer") if program is not None else ():
+        path, home = node.meta["role"].of, program.homes.get(node.name)
+        homes.pop(path, None)
+        if home is not None:
+            homes[path] = home
+    return homes
+
+
+def _marked_homes(source: UserGraph) -> dict[str, int]:
     settings, whole = source.config.settings, source.whole_placement
-    if not (has_stages(whole) and settings.stages):
+    if not settings.stages:
         return {}
     marks = StageMarks(resolve_marks(settings.stages, source.modules))
     rows = resolve_schedule(
@@ -43,12 +54,13 @@ def expected_homes(source: UserGraph) -> dict[str, int]:
 class ExpectedSbp:
     """Expected SBP for one Graph.
 
-    homes: see ``expected_homes``.  known: (optimizer, path, key) -> SBP of states, of the current program.
+    program: compiled last, whose states are as it has them.  homes: see ``expected_homes``.
     """
 
-    def __init__(self, source: UserGraph, known: Mapping[Any, Nd]) -> None:
-        self._source, self._known, self._state = source, known, source.state()
-        self._tensors, self.homes = self._state.tensors(), expected_homes(source)
+    def __init__(self, source: UserGraph, program: StepProgram | None) -> None:
+        self._source, self._state = source, source.state()
+        self._known = {} if program is None else program.state_nds()
+        self._tensors, self.homes = self._state.tensors(), expected_homes(source, program)
 
     def of_state(self, optimizer: int, path: str, key: str, shape: tuple[int, ...]) -> Nd:
         """SBP of an optimizer's state of the parameter ``path``."""

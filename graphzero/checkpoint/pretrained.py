@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphzero.capture import LOSS_SCALE
-from graphzero.checkpoint.expected_sbp import ExpectedSbp, expected_homes
+from graphzero.checkpoint.expected_sbp import ExpectedSbp
 from graphzero.checkpoint.files import safetensors
 from graphzero.checkpoint.files.chunks import whole_chunk
 from graphzero.checkpoint.files.index import StoredChunk, StoredTensor
@@ -28,10 +28,10 @@ from graphzero.runtime.state.deferred_init import DeferredInit, NoMemoryAccess, 
 from graphzero.runtime.state.materialize import allocate_tensors, meta_tensors, replace_tensors
 from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.placement_checks import check_trained_apart
-from graphzero.runtime.state.state import State
 from graphzero.runtime.world.consensus import Topic
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.sbp.types import Nd
+from graphzero.step.program import StepProgram
 from graphzero.step.user_graph import UserGraph
 
 _INIT = Topic("gz.materialize of {}", "what is materialised", "Every rank must hold the same modules")
@@ -39,15 +39,13 @@ _LOAD = Topic("gz.load_pretrained of {}", "what is loaded", "Every rank must rea
 Rename = Mapping[str, str] | Callable[[str], str | None] | None
 
 
-def materialize(source: UserGraph, init: Callable[[nn.Module], Any] | None) -> None:
-    """See ``gz.materialize``."""
+def materialize(source: UserGraph, program: StepProgram | None, init: Callable[[nn.Module], Any] | None) -> None:
+    """See ``gz.materialize``.  program: compiled last, of which stages on ranks of their own are."""
     ranks, state = source.ranks, source.state()
     _check_world(source.name)
     with ranks.together(f"gz.materialize of {source.name}"):
         entries = meta_tensors(state)
-        nds = ranks.agree_on(
-            _INIT, lambda: _expected_nds(source, state), lambda nds: {k: str(v) for k, v in nds.items()}
-        )
+        nds, homes = ranks.agree_on(_INIT, lambda: _expected_places(source, program), _describe_places)
         if not source.placement.virtual:
             state.ensure_world()
         own_rng_state = torch.get_rng_state()
@@ -56,7 +54,6 @@ def materialize(source: UserGraph, init: Callable[[nn.Module], Any] | None) -> N
         try:
             with freed_at_once(), stand_ins_for(entries, state.world.device) as stand_ins, torch.no_grad():
                 placed = {entry.path for entry in entries if isinstance(entry.tensor, DTensor)}
-                homes = {path: home for path, home in expected_homes(source).items() if path in nds}
                 everyone = source.whole_placement
                 with DeferredInit(stand_ins, nds, placed, everyone, homes) as mode, NoMemoryAccess(mode):
                     for module in source.modules.values():
@@ -68,8 +65,10 @@ def materialize(source: UserGraph, init: Callable[[nn.Module], Any] | None) -> N
         replace_tensors(state, values)
 
 
-def load_pretrained(source: UserGraph, path: Path, attribute: str | None, rename: Rename, strict: bool) -> None:
-    """See ``gz.load_pretrained``."""
+def load_pretrained(
+    source: UserGraph, program: StepProgram | None, path: Path, attribute: str | None, rename: Rename, strict: bool
+) -> None:
+    """See ``gz.load_pretrained``.  program: as ``materialize`` takes it."""
     ranks, state = source.ranks, source.state()
     _check_world(source.name)
     with ranks.together(f"gz.load_pretrained of {source.name}"):
@@ -80,9 +79,9 @@ def load_pretrained(source: UserGraph, path: Path, attribute: str | None, rename
             state.ensure_world()
         with loading.all_or_partial(state, "gz.load_pretrained()"), torch.no_grad():
             read_ids = {id(x) for key, x in module.state_dict(keep_vars=True).items() if key in given}
-            nds = _expected_nds(source, state)
+            nds, homes = _expected_places(source, program)
             entries = [entry for entry in meta_tensors(state) if id(entry.tensor) in read_ids]
-            allocate_tensors(state, {entry.path: (entry, nds[entry.path]) for entry in entries}, expected_homes(source))
+            allocate_tensors(state, {entry.path: (entry, nds[entry.path]) for entry in entries}, homes)
             current = _tensors_of(module, keep_vars=False)
             reads = [TensorRead(key, stored, current[key]) for key, stored in given.items()]
             read_tensors(reads, Path(), {}, source.placement)
@@ -104,11 +103,17 @@ def _check_world(name: str) -> None:
         raise ConfigError(f"{name} has no values in a fake world: its other ranks are not there; compile() needs none")
 
 
-def _expected_nds(source: UserGraph, state: State) -> dict[str, Nd]:
-    """SBP of what is on the meta device, by path."""
-    expected, entries = ExpectedSbp(source, {}), meta_tensors(state)
+def _expected_places(source: UserGraph, program: StepProgram | None) -> tuple[dict[str, Nd], dict[str, int]]:
+    """SBP of what is on the meta device, by path, and the member of ``pp`` of what not all keep."""
+    expected, entries = ExpectedSbp(source, program), meta_tensors(source.state())
     check_trained_apart(entries)
-    return {entry.path: expected.of_tensor(entry) for entry in entries}
+    nds = {entry.path: expected.of_tensor(entry) for entry in entries}
+    return nds, {path: home for path, home in expected.homes.items() if path in nds}
+
+
+def _describe_places(places: tuple[dict[str, Nd], dict[str, int]]) -> dict[str, str]:
+    nds, homes = places
+    return {path: f"{nd} on {homes.get(path, 'all')}" for path, nd in nds.items()}
 
 
 def _module_name(source: UserGraph, attribute: str | None) -> str:

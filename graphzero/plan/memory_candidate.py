@@ -11,6 +11,7 @@ all so far, solved exactly (Lawler and Moore, 1969) but for the thinning of stat
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -98,8 +99,9 @@ class KnapsackState(NamedTuple):
 def knapsack(items: Sequence[tuple[int, float]], capacities: Sequence[int]) -> list[int]:
     """Numbers of the (weight, value) of most value such that those up to number i weigh at most ``capacities[i]``."""
     states = [KnapsackState(0, 0.0, None)]
-    widest = max(capacities, default=0)
-    for i, ((weight, worth), capacity) in enumerate(zip(items, capacities, strict=True)):
+    limits = [*accumulate(reversed(capacities), min)][::-1]  # what is taken now counts against later capacities too
+    widest = max(limits, default=0)
+    for i, ((weight, worth), capacity) in enumerate(zip(items, limits, strict=True)):
         taken = [KnapsackState(s.weight + weight, s.value + worth, (i, s)) for s in states]
         fitting = [s for s in (*states, *taken) if s.weight <= capacity or not s.weight]
         states = _thinned(_undominated(fitting), widest)
@@ -122,4 +124,5 @@ def _undominated(states: list[KnapsackState]) -> list[KnapsackState]:
 def _thinned(states: list[KnapsackState], widest: int) -> list[KnapsackState]:
     if len(states) <= STATES:
         return states
-    return list({state.weight * STATES // max(widest, 1): state for state in states}.values())
+    each = max(widest, 1)  # bytes of STATES steps; rounded up, so that the state that holds nothing always goes on
+    return list({-(-state.weight * STATES // each): state for state in states}.values())

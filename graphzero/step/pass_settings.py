@@ -89,7 +89,6 @@ def check_pipeline(settings: Settings, members: int) -> None:
             'config.set_stage(module, stage), for each stage from 0 on, or let them be chosen: config.set_stage("auto")'
         )
     instead = {  # by settings that are on: what works with stages
-        "set_row_tiles": settings.row_tiles > 1 and "more micro-batches, config.set_gradient_accumulation_steps(n)",
         "set_optimizer_in_backward": settings.optimizer_in_backward
         and "less to hold: config.enable_zero(stage=3), config.set_memory_budget(bytes)",
         "enable_offload": settings.offload.states and "states split over the data ranks, config.enable_zero(stage=1)",

@@ -327,7 +327,17 @@ def check_models_on_the_meta_device() -> None:
     gz.save(step, folder[0])
     with torch.device("meta"):
         other = staged_graph(Net(), stages_of(4, 2), where, stage=2, micro_batches=2)
+        chosen = staged_graph(Net(), {"auto": 2}, where, stage=2, micro_batches=2)
     gz.load(other, folder[0])
     for p in other.model.parameters():
         assert all(local(x).numel() <= local(p).numel() for x in other.optimizer.state[p].values() if x.dim())
     assert all(map(torch.equal, train(other, where), train(step, where)))
+    chosen.compile(*(share(x, where) for x in batches(1)[0]))  # which chooses the stages
+    torch.manual_seed(11)
+    with Storages([]) as mode:
+        gz.materialize(chosen)
+    nbytes = [[p.nbytes, local(p).nbytes] for p in chosen.model.parameters()]
+    mine = sum(here for _, here in nbytes)
+    assert 0 < mine < 0.7 * sum(each for each, _ in nbytes)
+    assert mode.peak <= mine + max(each for each, _ in nbytes)  # one whole tensor at a time
+    assert all(map(torch.equal, train(chosen, where), wanted))

@@ -220,7 +220,6 @@ def test_what_does_not_work_with_stages_says_so_and_what_does() -> None:
     with pytest.raises(ConfigError, match="measure_step does not measure pipeline stages\n  gz.trace has"):
         measure_step(graph, *batches(1)[0])
     for set_it, instead in [
-        (lambda config: config.set_row_tiles(2), "set_gradient_accumulation_steps"),
         (lambda config: config.set_optimizer_in_backward(True), "set_memory_budget"),
         (lambda config: config.set_cuda_graph(True), 'set_executor."inductor"'),
     ]:

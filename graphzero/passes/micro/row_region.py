@@ -18,6 +18,7 @@ from torch import fx
 
 from graphzero.ir import calls, ops, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.pipeline_stages import is_staged
 from graphzero.ir.text.printer import op_name
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, CHECK, UNIFORM_LIKE
 from graphzero.passes.micro.loop_partition import SHAPED
@@ -70,7 +71,7 @@ def row_region(graph: StepGraph, count: int) -> RowRegion:
     Tiles are equal: where ``count`` does not divide the rows of a rank, it is the next number up to its double that
     does, else the next below.  Raises NoRegion where there is nothing of the kind; it says why of the largest values.
     """
-    if any(value.repeats_of(node) for node in graph.nodes):
+    if any(value.repeats_of(node) for node in graph.nodes) and not is_staged(graph.nodes):
         raise NoRegion("micro-batches run one after the other, and cut it already")
     why = list[str]()
     for seed in _largest(graph):

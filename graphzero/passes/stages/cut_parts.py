@@ -4,7 +4,7 @@ Each stage has a part for what comes before the micro-batches, one for their for
 or more for what comes after; each part is a program of its own.  What one part computes and another reads is handed
 over: it is an output of the first and a ``saved`` input of the second, whichever stage that is on.  So a ``move`` is an
 op only where it copies a state, in the prologue of its stage.  What micro-batches add up is an ``accumulator``, an
-input that the parts of its stage write over.
+input that the parts of its stage write over; what tiles of rows add up within one micro-batch is its part's own.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class _PartCutter:
         self.micro_batches = value.repeats_of(self.nodes[repeated[0]]) if repeated else 1
         self._place_sums()
         self.carried: dict[fx.Node, fx.Node] = {}  # what lies in a storage first -> what each micro-batch leaves there
+        self.of_tiles: set[fx.Node] = set()  # what tiles of rows write over, and what they write
         self.roots = self._written_roots()
         self.sent = self._sent_values() if splits_backward else set()
         self.keys: dict[fx.Node, PartKey] = {}
@@ -83,20 +84,22 @@ class _PartCutter:
                 self.stages[node] = self.count - 1
 
     def _written_roots(self) -> dict[fx.Node, fx.Node]:
-        """Value that is written over another -> what lies in that storage first."""
+        """Value that micro-batches write over another -> what lies in that storage first."""
         roots: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:
             if node.target in ops.WRITING:
                 into = value.operand(node)
-                roots[node] = roots[into] = roots.get(into, into)
-                self.stages[roots[node]] = self.stages[node]
+                roots[node] = roots[into] = root = roots.get(into, into)
+                self.stages[root] = self.stages[node]
                 if node.target is ops.carry:
-                    self.carried[roots[node]] = node
-        return roots
+                    self.carried[root] = node
+                if root.target is ops.accumulator and self.region(root) == FORWARD:
+                    self.of_tiles |= {root, node}
+        return {node: root for node, root in roots.items() if node not in self.of_tiles}
 
     def _sent_values(self) -> set[fx.Node]:
-        """The values of micro-batches that a move of them to another stage depends on."""
-        sent: set[fx.Node] = set()
+        """The values of micro-batches that a move of them to another stage depends on, and tiles, which are one."""
+        sent = set(self.of_tiles)
         for node in reversed(self.nodes):
             if self.region(node) == FORWARD and (node.target is MOVE or node in sent):
                 sent.update(node.all_input_nodes)
@@ -130,7 +133,8 @@ class _PartCutter:
     def _key(self, node: fx.Node, before: Iterable[PartKey]) -> PartKey | None:
         """The part of a value; None for what is made where it is read, and for inputs."""
         stage = self.stages[node]
-        if stage is None or node.op == "placeholder" or node.target is ops.accumulator:
+        is_of_step = node.target is ops.accumulator and node not in self.of_tiles
+        if stage is None or node.op == "placeholder" or is_of_step:
             return None
         if node.target is MOVE:  # of a state: its stage copies it before the step changes it
             home = self.stages[value.operand(node)]
@@ -310,7 +314,7 @@ class _PartWriter:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.read_value)
         copy = self.part.graph.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         copy.meta = {key: x for key, x in node.meta.items() if key != "repeat"}
-        if node.target in ops.WRITING:
+        if node in self.cutter.roots:
             self._writes.append(copy)
         return copy
 

@@ -56,6 +56,7 @@ class PipelinePrograms:
         kinds = {single.kind for _, _, cell in self.schedule.cells() for single in cell.computations}
         self.splits_backward = ActionKind.BACKWARD_WEIGHT in kinds
         self.variants, self.placement = Variants(graph, own, verifies), placement
+        self._begun: tuple[list[Pass], StepGraph] | None = None  # the last draft, before anything is computed again
 
     def candidate(self, options: Options) -> Candidate:
         """The program of these options, as it runs."""
@@ -79,12 +80,20 @@ class PipelinePrograms:
         return {member: memory.plan_member(member).memory for member in members}
 
     def _drafted_parts(self, options: Options, members: Collection[int]) -> tuple[StepGraph, PipelineParts]:
-        flat = run_unverified(self.variants.before(DRAFTED_FROM, options), options, DRAFTED_FROM, CUT_BEFORE)
+        flat = self._drafted_flat(options)
         parts = cut_parts(flat, self.splits_backward)
         for part in parts.parts:
             if self.schedule.stage_ranks[part.key.stage] in members:
                 part.graph = run_unverified(part.graph, options, CUT_BEFORE)
         return flat, parts
+
+    def _drafted_flat(self, options: Options) -> StepGraph:
+        """The draft before it is cut; what comes before values are computed again is that of the last one, if equal."""
+        passes = default_passes(options, until="recompute")
+        if self._begun is None or self._begun[0] != passes:
+            graph = self.variants.before(DRAFTED_FROM, options)
+            self._begun = passes, run_unverified(graph, options, DRAFTED_FROM, "recompute")
+        return run_unverified(self._begun[1].clone(), options, "recompute", CUT_BEFORE)
 
     def _planned(self, flat: StepGraph, parts: PipelineParts, options: Options, history: list[Record]) -> Candidate:
         program = self._scheduled(parts)

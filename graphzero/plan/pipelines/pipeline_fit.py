@@ -39,6 +39,7 @@ from graphzero.plan.pipelines.pipeline import PipelinePrograms
 from graphzero.plan.pipelines.traffic_candidates import ACCUMULATORS, traffic_candidates
 from graphzero.plan.plan import MemoryPlan, format_seconds, mega
 from graphzero.plan.stage import first_fitting, gathered_once
+from graphzero.plan.tiles import described
 from graphzero.plan.variants import Candidate
 from graphzero.schedules import count_in_flight
 
@@ -64,7 +65,8 @@ def choose_pipeline(
             by_stage[options.stage] = PipelineFit(programs, gathered_once(options))
         return by_stage[options.stage].program(budget, activations, fits)
 
-    return first_fitting(at_stage, options, [*stages], budget)[1]
+    taken, chosen = first_fitting(at_stage, options, [*stages], budget)
+    return described(programs.variants, taken, chosen) if taken.tiles > 1 else chosen
 
 
 class PipelineFit:

@@ -1,0 +1,109 @@
+"""Tiles of rows on pipeline stages: the last stage holds logits for some rows of a micro-batch at a time."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import TrainGraph
+from staged import placement, staged_graph, tensors_of
+from storages import Storages
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from graphzero.ir import value
+
+CLASSES, WIDTH = 96, 8
+
+
+class Words(nn.Module):
+    """An embedding, two layers and a head, whose weight is that of the embedding if ``tied``."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+def loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=5)
+
+
+def graph_of(
+    tiles: int,
+    schedule: Any = "1f1b",
+    tied: bool = False,
+    last: int = 1,
+    where: tuple[int, int] = (2, 2),
+    **options: Any,
+) -> TrainGraph:
+    """last: the stage of the second layer; with 0 the head is alone on the last stage."""
+    torch.manual_seed(0)
+    marks = {"model.embed": 0, "model.layers.0": 0, "model.layers.1": last, "model.head": 1}
+    options = {"micro_batches": 4, "clip": 0.1} | options
+    graph = staged_graph(Words(tied).double(), marks, placement(*where), schedule, loss_fn=loss, **options)
+    graph.config.set_row_tiles(tiles)
+    return graph
+
+
+def batches(count: int = 2) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [[torch.randint(0, CLASSES, (16, 6), generator=generator) for _ in range(2)] for _ in range(count)]
+
+
+def trained(graph: TrainGraph) -> list[Tensor]:
+    return tensors_of(([graph(*batch) for batch in batches()], graph.full_state_dict()))
+
+
+def rows_of_logits(graph: TrainGraph) -> int:
+    """The most rows of them that an op of any part makes on all ranks of its stage."""
+    nodes = [node for part in graph.stage_programs.values() for node in part.nodes if node.op == "call_function"]
+    shapes = [value.tensor_type(node).shape for node in nodes if value.is_tensor(node)]
+    return max(shape[0] for shape in shapes if shape[1:] == (CLASSES,) and shape[0] > WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage", "options"),
+    [
+        ("1f1b", 0, {}),
+        ("gpipe", 3, {"tied": True}),
+        ("zb1p", 2, {"last": 0}),
+        ("1f1b", 1, {"micro_batches": 1, "last": 0}),
+    ],
+)
+def test_a_step_in_tiles_is_that_of_whole_logits(schedule: str, stage: int, options: dict[str, Any]) -> None:
+    tiled, whole = graph_of(2, schedule, stage=stage, **options), graph_of(1, schedule, stage=stage, **options)
+    for mine, other in zip(trained(tiled), trained(whole), strict=True):
+        assert torch.allclose(mine.double(), other.double(), rtol=0, atol=1e-9)
+    assert "in 2 tiles of rows" in tiled.plan.decisions[-1]
+    count = 16 * 6 // options.get("micro_batches", 4)
+    assert (rows_of_logits(tiled), rows_of_logits(whole)) == (count // 2, count)
+
+
+def test_forward_hands_no_logits_to_backward_and_the_plan_is_what_is_measured() -> None:
+    rows = [[f"{stage}F{i}" for stage in (0, 1) for i in range(4)] + [f"{s}B{i}" for s in (1, 0) for i in range(4)]]
+    peaks = {}
+    for tiles in (1, 4):
+        graph, batch = graph_of(tiles, rows, where=(1, 1)), batches(1)[0]
+        graph(*batch)
+        gc.collect()
+        executor = graph._selection.last.part._executor  # type: ignore[union-attr]
+        slots = {slot for one in executor.executors.values() for (slot,) in one.slots.values()}  # type: ignore[union-attr]
+        known = [x for x in tree_leaves(graph.state_dict()) if isinstance(x, Tensor)]
+        with Storages([*batch, *slots, *known]) as mode:
+            graph(*batch)
+        peaks[tiles] = graph.plan.memory.peak
+        assert 0 <= mode.peak + sum(graph.plan.memory.resident.values()) - peaks[tiles] <= 32
+    logits = 16 * 6 * CLASSES * 8  # of all micro-batches
+    assert peaks[1] - peaks[4] > 0.9 * logits
