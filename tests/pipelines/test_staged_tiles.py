@@ -51,8 +51,9 @@ def graph_of(
     """last: the stage of the second layer; with 0 the head is alone on the last stage."""
     torch.manual_seed(0)
     marks = {"model.embed": 0, "model.layers.0": 0, "model.layers.1": last, "model.head": 1}
-    options = {"micro_batches": 4, "clip": 0.1} | options
-    graph = staged_graph(Words(tied).double(), marks, placement(*where), schedule, loss_fn=loss, **options)
+    options = {"micro_batches": 4, "clip": 0.1, "loss_fn": loss} | options
+    model = options.pop("model", None) or Words(tied)
+    graph = staged_graph(model.double(), marks, placement(*where), schedule, **options)
     graph.config.set_row_tiles(tiles)
     return graph
 
@@ -89,6 +90,24 @@ def test_a_step_in_tiles_is_that_of_whole_logits(schedule: str, stage: int, opti
     assert "in 2 tiles of rows" in tiled.plan.decisions[-1]
     count = 16 * 6 // options.get("micro_batches", 4)
     assert (rows_of_logits(tiled), rows_of_logits(whole)) == (count // 2, count)
+
+
+class TwoHeads(Words):
+    """A larger head behind the first layer, whose loss the last stage adds."""
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        early = F.linear(torch.tanh(self.layers[0](self.embed(ids))), self.layers[0].weight.repeat(30, 1))
+        return super().forward(ids), F.cross_entropy(early.flatten(0, 1), ids.flatten())
+
+
+def test_logits_whose_loss_a_later_stage_reads_stay_whole() -> None:
+    def both(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+        logits, early = model(ids)
+        return 0.5 * (F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + early)
+
+    graphs = [graph_of(tiles, model=TwoHeads(False), loss_fn=both) for tiles in (2, 1)]
+    assert all(map(torch.equal, *map(trained, graphs)))
+    assert "another pipeline stage reads" in graphs[0].plan.decisions[-1]
 
 
 def test_forward_hands_no_logits_to_backward_and_the_plan_is_what_is_measured() -> None:

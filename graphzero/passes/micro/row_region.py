@@ -20,7 +20,7 @@ from graphzero.ir import calls, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.pipeline_stages import is_staged
 from graphzero.ir.text.printer import op_name
-from graphzero.ops import AS_GLOBAL, AS_LOCAL, CHECK, UNIFORM_LIKE
+from graphzero.ops import AS_GLOBAL, AS_LOCAL, CHECK, MOVE, UNIFORM_LIKE
 from graphzero.passes.micro.loop_partition import SHAPED
 from graphzero.passes.micro.micro_batch_types import MicroBatchTypes
 from graphzero.sbp.shards import alike
@@ -148,7 +148,19 @@ class _Growing:
         for node in self.region.results:
             if self.cut[node].is_broadcast:
                 raise NoRegion(f"'{node.name}', which is read behind it, is not a sum over rows and has none")
+        self._check_moves()
         return self.region
+
+    def _check_moves(self) -> None:
+        """Raise NoRegion where another pipeline stage needs in forward what tiles would make in backward."""
+        if all(value.phase_of(node) == "forward" for node in self.inside):
+            return
+        dependent = set(self.inside)
+        for node in self.nodes:
+            if node.target not in SHAPED and any(x in dependent for x in node.all_input_nodes):
+                dependent.add(node)
+                if node.target is MOVE and value.phase_of(node) == "forward":
+                    raise NoRegion(f"another pipeline stage reads '{value.operand(node).name}' in forward")
 
     def _wanted(self) -> fx.Node | None:
         """The first op that has to be inside too: that reads a large value, or lies on a way from inside to inside."""
