@@ -163,7 +163,9 @@ class _TileWriter:
         chain = [node]
         while chain[-1].op != "placeholder" and len(chain[-1].all_input_nodes) == 1:
             chain += chain[-1].all_input_nodes
-        if not value.has_role(chain[-1], "param"):
+        repeats = value.repeats_of(self.place)
+        is_once = any(value.repeats_of(link) != repeats for link in chain[:-1])  # a step, as a move to another stage
+        if is_once or not value.has_role(chain[-1], "param"):
             return node
         copy = param = chain.pop()
         for link in reversed(chain):
