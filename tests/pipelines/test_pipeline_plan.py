@@ -40,29 +40,33 @@ def test_messages_are_the_activations_of_a_micro_batch_and_their_gradients() -> 
 
 
 class Skipping(nn.Module):
-    """A value of stage 0, one feature of which stage 2 reads too; gradients are added on stage 1."""
+    """A value of stage 0, one feature of which stage 2 reads too; gradients are added on stage 1.
 
-    def __init__(self) -> None:
+    chunks: whether that is one of several pieces.
+    """
+
+    def __init__(self, chunks: bool) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        self.a, self.b, self.c, self.chunks = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 5), chunks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.a(x)
-        return self.c(self.b(h)) * h[:, :1]
+        return self.c(self.b(h)) * (h.chunk(8, -1)[2] if self.chunks else h[:, :1])
 
 
-def test_a_value_that_skips_a_stage_has_an_edge_of_its_own_for_the_elements_that_are_read() -> None:
+@pytest.mark.parametrize("chunks", [False, True])
+def test_a_value_that_skips_a_stage_has_an_edge_of_its_own_for_the_elements_that_are_read(chunks: bool) -> None:
     marks = {"model.a": 0, "model.b": 1, "model.c": 2}
     options: dict[str, Any] = {"loss_fn": lambda m, x, y: F.cross_entropy(m(x), y), "micro_batches": 4}
-    assert compare(Skipping(), marks, placement(3, 2), stage=2, clip=0.1, **options) == 0
-    graph = staged_graph(Skipping(), marks, placement(3, 2), **options)
+    assert compare(Skipping(chunks), marks, placement(3, 2), stage=2, clip=0.1, **options) == 0
+    graph = staged_graph(Skipping(chunks), marks, placement(3, 2), **options)
     graph.compile(*batches(1)[0])
     plan = graph.plan.pipeline
     assert plan is not None
     edges = {(edge.source, edge.target): edge.bytes for edge in plan.edges}
     assert len(plan.edges) == 5 and edges.keys() == {(0, 1), (0, 2), (1, 2), (2, 1), (1, 0)}
     assert edges[0, 1] == edges[1, 2] == 2 * 8 * 4 and edges[0, 2] == 2 * 1 * 4  # rows, features
-    assert edges[2, 1] == 2 * (8 + 1) * 4  # the gradient of the slice is spread over all features where it is added
+    assert edges[2, 1] == 2 * (8 + 1) * 4  # its gradient is spread over all features where it is added
     assert "stage 0 -> 2: 4 messages of 8 B" in str(graph.plan)
 
 

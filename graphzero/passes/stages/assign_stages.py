@@ -224,16 +224,24 @@ class _Assignment:
                 self.stages[node] = self.stages[node.all_input_nodes[0]]
 
     def _settle_spread(self, backward: list[fx.Node]) -> None:
-        """Compute what spreads a value of backward over more elements, as the gradient of a slice, where it is read.
+        """Compute what spreads a value of backward over more elements, as the gradient of a slice or of one of several
+        pieces, where it is read.
 
         Not what is added to the gradient of a parameter, which is moved once a step.
         """
         shares = {*self._gradient_shares()}
         for node in reversed(backward):
             stage, read_by = self.stages[node], [self.stages.get(user) for user in node.users]
-            if stage is not None and node not in shares and _spreads(node):
+            if stage is not None and node not in shares and self._spreads(node):
                 last = max((stage if reader is None else reader for reader in read_by), default=stage)
                 self.stages[node] = min(stage, last)
+
+    def _spreads(self, node: fx.Node) -> bool:
+        """Whether a value has more bytes than the one value of backward on a stage that it is made of."""
+        nodes = [node, *(x for x in node.all_input_nodes if self.stages[x] is not None)]
+        if len(nodes) != 2 or not all(map(value.is_tensor, nodes)) or value.phase_of(nodes[1]) != "backward":
+            return False
+        return value.tensor_type(node).nbytes > value.tensor_type(nodes[1]).nbytes
 
     def _assign_update(self, update: list[fx.Node]) -> None:
         """Decide for the update, and for states whose parameter is not known: again for those that are found on the
@@ -341,11 +349,3 @@ class _Assignment:
         placeholders = {node.name: node for node in graph.placeholders()}
         updates = {name: on_stage(new, self.stages[placeholders[name]]) for name, new in graph.updates.items()}
         graph.set_output(graph.outputs, graph.aux, updates)
-
-
-def _spreads(node: fx.Node) -> bool:
-    """Whether a value has more bytes than the one value of backward that it is made of."""
-    nodes = [node, *node.all_input_nodes]
-    if len(nodes) != 2 or not all(map(value.is_tensor, nodes)) or value.phase_of(nodes[1]) != "backward":
-        return False
-    return value.tensor_type(node).nbytes > value.tensor_type(nodes[1]).nbytes

@@ -27,6 +27,8 @@ from graphzero.plan.budget import ANY, Budget, Limits
 from graphzero.plan.memory_candidate import MemoryCandidate, hold_most
 from graphzero.plan.memory_estimate import MemoryEstimate, Ops
 from graphzero.plan.memory_fit import (
+    NEAR,
+    SMALL,
     Choices,
     TriedProgram,
     best_choice,
@@ -43,6 +45,7 @@ from graphzero.plan.tiles import described
 from graphzero.plan.variants import Candidate
 from graphzero.schedules import count_in_flight
 
+NEAR_IF_LARGE = 32  # as ``NEAR``, in a program of more than ``SMALL`` nodes
 TrafficChoice = frozenset[str]  # paths of parameters that are gathered once a step, and ACCUMULATORS
 
 
@@ -206,8 +209,9 @@ class PipelineFit:
         graph = self.programs.variants.before("keep_gathered", options)
         candidates = traffic_candidates(graph, draft.pipeline, options)
         needs = _needs(_memories(draft))
+        parts = NEAR if len(graph.graph.nodes) <= SMALL else NEAR_IF_LARGE
         searches = {
-            member: _traffic_choices(mine, Limits(budget.nbytes), needs[member].peak)
+            member: _traffic_choices(mine, Limits(budget.nbytes), needs[member].peak, parts)
             for member, mine in candidates.items()
             if mine
         }
@@ -276,9 +280,12 @@ def _needs(memories: Mapping[int, MemoryPlan]) -> dict[int, TriedProgram]:
 
 
 def _traffic_choices(
-    candidates: list[MemoryCandidate], limits: Limits, peak: int
+    candidates: list[MemoryCandidate], limits: Limits, peak: int, parts: int
 ) -> Choices[TrafficChoice, TrafficChoice]:
-    """The choices that save most seconds in the limit.  peak: with every gather and reduction in each micro-batch."""
+    """The choices that save most seconds within the limit.
+
+    peak: with every gather and reduction in each micro-batch.  parts: of what that leaves, one of which may stay so.
+    """
     total, seconds = np.array([peak], dtype=np.int64), {one.name: one.seconds for one in candidates}
 
     def choose(limits: Limits) -> tuple[TrafficChoice, int, int]:
@@ -291,5 +298,6 @@ def _traffic_choices(
     every = frozenset(seconds)  # buckets that are not there may be more than what stays
     tried = {TrafficChoice(): TriedProgram(peak, 0), every: (yield every)}
     if limits.over(*tried[every]) > 0:
-        tried |= yield from corrected(limits, limits, Limits(peak), choose, (limits.total - peak) // 256, 0)
+        close = (limits.total - peak) // parts
+        tried |= yield from corrected(limits, limits, Limits(peak), choose, close, close)
     return best_choice(tried, limits, price)
