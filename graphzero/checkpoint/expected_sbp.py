@@ -27,11 +27,12 @@ def expected_homes(source: UserGraph, program: StepProgram | None) -> dict[str, 
     if not has_stages(source.whole_placement):
         return {}
     homes = _marked_homes(source)
-    for node in program.graph.placeholders("param", "buffer") if program is not None else ():
-        path, home = node.meta["role"].of, program.homes.get(node.name)
-        homes.pop(path, None)
-        if home is not None:
-            homes[path] = home
+    if program is not None:
+        for node in program.graph.placeholders("param", "buffer"):
+            path, home = node.meta["role"].of, program.homes.get(node.name)
+            homes.pop(path, None)
+            if home is not None:
+                homes[path] = home
     return homes
 
 
