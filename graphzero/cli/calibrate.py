@@ -221,7 +221,7 @@ def _seconds(world: World, kind: str, axis: str, count: int, repeat: int) -> flo
     calls = max(1, min(8, (1 << 18) // count))  # several of the short ones, one after the other
     seconds = []
     for _ in range(repeat):
-        _meet(world)
+        meet(world)
         began = time.perf_counter()
         for _ in range(calls):
             start().wait()
@@ -243,7 +243,7 @@ def _starter(world: World, kind: str, axis: str, count: int) -> Callable[[], Han
     return lambda: world.begin(kind, received, sent, axis)
 
 
-def _meet(world: World) -> None:
+def meet(world: World) -> None:
     """Wait until every rank has come here."""
     token = torch.zeros(1, device=world.device)
     for name in world.placement.names:

@@ -105,13 +105,24 @@ def check_launches(pipeline: PipelineProgram) -> None:
     queue_of = {item: queue for queue, items in queues.items() for item in items}
     stops = run_queues(queues, needs, peers_of)
     if stops:
-        head, text = describe_circle(stops, queue_of.__getitem__, lambda item: _describe(pipeline, item))
-        raise ScheduleError(f"the schedule {pipeline.schedule.name!r} does not end: {_describe(pipeline, head)} {text}")
+        head, text = describe_circle(stops, queue_of.__getitem__, lambda item: describe_launch(pipeline, *item))
+        first = describe_launch(pipeline, *head)
+        raise ScheduleError(f"the schedule {pipeline.schedule.name!r} does not end: {first} {text}")
 
 
-def _describe(pipeline: PipelineProgram, item: Item) -> str:
-    """ "the send of 'relu' behind 0F3"."""
-    member, launch = item
+def sends_of_copies(pipeline: PipelineProgram, member: int | None) -> set[int]:
+    """The messages of a member whose value a later call of it writes over, so that it sends a copy."""
+    own = [(i, call) for i, call in enumerate(pipeline.calls) if pipeline.is_on(call, member)]
+    return {
+        number
+        for number, message in enumerate(pipeline.messages)
+        if message.source == member
+        and any(pipeline.writes(call, message.slot) for i, call in own if i > message.sent_after)
+    }
+
+
+def describe_launch(pipeline: PipelineProgram, member: int, launch: StageLaunch | int) -> str:
+    """ "the send of 'relu' of 0F3 on member 1".  launch: of a member, or its part in the transfer of a message."""
     number = launch if isinstance(launch, int) else launch.number
     kind = "the transfer" if isinstance(launch, int) else launch.kind.value
     if kind == LaunchKind.CALL.value:

@@ -1,26 +1,33 @@
-"""Transfers between virtual ranks, and copies to and from host memory, that take as long as they may, and in which
-nobody may meddle."""
+"""Transfers between virtual ranks, messages between their pipeline stages, and copies to and from host memory, that
+take as long as they may, and in which nobody may meddle."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from graphzero import _compat
 from graphzero.errors import GraphZeroError
+from graphzero.ir.pipeline_parts import Slot
+from graphzero.runtime.execute.executor import Results
+from graphzero.runtime.execute.pipeline_executor import PipelineExecutor
 from graphzero.runtime.world.host_copies import HostCopies
 from graphzero.runtime.world.virtual import COLLECTIVE_FUNCTIONS, VirtualWorld
 from graphzero.runtime.world.world import Run
 from graphzero.sbp.collectives import COLLECTIVES
+from graphzero.testing.poison import fill_with_poison_, is_poison, same_bits
+from graphzero.testing.strict_stages import run_step_by_members
 
 
 @contextmanager
 def strict_transfers() -> Iterator[None]:
-    """Within it, collectives between virtual ranks, and copies between host memory and the device of any ranks on CPUs,
-    move their data when a program waits for them, and not before.
+    """Within it, collectives between virtual ranks, messages between their pipeline stages, and copies between host
+    memory and the device of any ranks on CPUs, move their data when a program waits for them, and not before.
 
     By itself a world of virtual ranks transfers when a collective is launched, so a program that reads what has not
     arrived, or writes over what is still being sent, computes the right numbers there, and wrong ones on a GPU.  Here
@@ -30,14 +37,27 @@ def strict_transfers() -> Iterator[None]:
     Raises:
         GraphZeroError: from the wait, if something between launch and wait wrote to what is sent or received.
     """
-    at_once, copied_at_once = VirtualWorld.begin_transfer, HostCopies.begin_copy
-    VirtualWorld.begin_transfer = staticmethod(StrictTransfer)  # type: ignore[method-assign]
-    HostCopies.begin_copy = staticmethod(StrictHostCopy)  # type: ignore[assignment, method-assign]
-    try:
+    run_together, allocate = PipelineExecutor.run_step, PipelineExecutor.allocate
+
+    def run_apart(executor: PipelineExecutor, inputs: Mapping[str, Sequence[Any]], meter: Any = None) -> Results:
+        if executor.messages is not None or meter or executor.meter:  # of processes; what a meter counts is that of one
+            return run_together(executor, inputs, meter)
+        return run_step_by_members(executor, inputs)
+
+    def allocate_poison(executor: PipelineExecutor, slot: Slot) -> list[Tensor]:
+        tensors = allocate(executor, slot)
+        with _compat.no_modes():
+            for x in tensors:
+                fill_with_poison_(x)
+        return tensors
+
+    with (
+        patch.object(VirtualWorld, "begin_transfer", staticmethod(StrictTransfer)),
+        patch.object(HostCopies, "begin_copy", staticmethod(StrictHostCopy)),
+        patch.object(PipelineExecutor, "run_step", run_apart),
+        patch.object(PipelineExecutor, "allocate", allocate_poison),
+    ):
         yield
-    finally:
-        VirtualWorld.begin_transfer = staticmethod(at_once)  # type: ignore[method-assign]
-        HostCopies.begin_copy = copied_at_once  # type: ignore[method-assign]
 
 
 class StrictTransfer:
@@ -71,7 +91,7 @@ class StrictTransfer:
                     f"{self.kind} was about to fill"
                 )
         for x, before in zip(ins, sent, strict=True):
-            if not any(_overlap(x, out) for out in poisoned) and not _same_bits(x, before):
+            if not any(_overlap(x, out) for out in poisoned) and not same_bits(x, before):
                 raise GraphZeroError(
                     f"between its launch and its wait, something wrote to the {x.numel():,} elements that a "
                     f"{self.kind} sends"
@@ -99,7 +119,7 @@ class StrictHostCopy:
         with _compat.no_modes(), torch.no_grad():
             for x, is_whole in (
                 (self.target, is_poison(self.target)),
-                (self.source, _same_bits(self.source, self.sent)),
+                (self.source, same_bits(self.source, self.sent)),
             ):
                 if not is_whole:
                     end = "is about to fill" if x is self.target else "reads"
@@ -108,26 +128,6 @@ class StrictHostCopy:
                         f"between host memory and the device {end}"
                     )
             self.target.copy_(self.sent)
-
-
-def fill_with_poison_(x: Tensor) -> None:
-    """Fill a tensor with what is no result: NaN, the largest integer, True."""
-    x.fill_(_poison(x.dtype))
-
-
-def is_poison(x: Tensor) -> bool:
-    """Return whether a tensor is as ``fill_with_poison_`` left it."""
-    return _same_bits(x, torch.full_like(x, _poison(x.dtype)))
-
-
-def _poison(dtype: torch.dtype) -> float | int | bool:
-    if dtype == torch.bool:
-        return True
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
-
-
-def _same_bits(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:

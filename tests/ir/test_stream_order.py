@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.cuda import _sanitizer
+from torch_sanitizer import find_race_by_torch
 
 import graphzero as gz
 from graphzero.errors import VerifyError
@@ -23,7 +22,6 @@ from graphzero.ir.streams.events import (
     SLOT,
     TO_DEVICE,
     TO_HOST,
-    EventRecord,
     EventWait,
     StreamEvent,
     StreamKernel,
@@ -37,28 +35,6 @@ from graphzero.runtime.execute import program
 from graphzero.testing import strict_transfers
 
 Events = Sequence[StreamEvent]
-
-
-def find_race_by_torch(events: Events) -> bool:
-    """Whether torch's sanitizer objects; it is Python alone, and needs no GPU."""
-    handler = _sanitizer.EventHandler()
-    numbers: dict[object, int] = {}
-
-    def number(x: object) -> int:
-        return numbers.setdefault(x, len(numbers) + 1)
-
-    for event in events:
-        stream = number(("stream", event.stream))
-        if isinstance(event, EventRecord):
-            handler._handle_event_record(event.event, stream)
-        elif isinstance(event, EventWait):
-            handler._handle_event_wait(event.event, stream)
-        else:
-            reads, writes = ({number(region) for region in some} for some in (event.reads - event.writes, event.writes))
-            names = {x: [str(x)] for x in reads | writes}
-            if handler._handle_kernel_launch(stream, reads, writes, set(), event.does, names):
-                return True
-    return False
 
 
 def mutations(events: Events) -> Iterator[tuple[str, list[StreamEvent]]]:
@@ -113,16 +89,9 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def no_stack_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sanitizer takes one at each kernel, which is all of its time."""
-    summary = SimpleNamespace(extract=lambda *args, **kwargs: [])
-    monkeypatch.setattr(_sanitizer, "traceback", SimpleNamespace(StackSummary=summary, walk_stack=lambda frame: []))
-
-
 @pytest.mark.parametrize(("stage", "micro_batches", "axes", "offload"), PROGRAMS)
 def test_the_law_objects_where_torchs_sanitizer_does(
-    stage: int, micro_batches: int, axes: tuple[str, ...], offload: bool, no_stack_traces: None
+    stage: int, micro_batches: int, axes: tuple[str, ...], offload: bool
 ) -> None:
     events = list_events(TrainGraph(stage, micro_batches, axes, offload).compile(*BATCH).program)
     assert {event.stream for event in events} >= {COMPUTE, *((TO_DEVICE, TO_HOST) if offload else ())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -11,15 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from staged import Net, batches, placement, staged_graph
+from staged import Net, batches, placement, staged_graph, tensors_of
 from torch import Tensor
+from torch_sanitizer import find_race_by_torch
 
 from graphzero.errors import GraphZeroError, ScheduleError
-from graphzero.ir.pipeline_launches import LaunchKind, check_launches, list_launches
+from graphzero.ir.pipeline_launches import LaunchKind, StageLaunch, check_launches, list_launches
 from graphzero.ir.pipeline_parts import PipelineProgram
+from graphzero.ir.streams.events import EventRecord, EventWait, StreamKernel
+from graphzero.ir.streams.races import find_race
+from graphzero.ir.streams.stage_events import StageEvents
+from graphzero.ir.verifier.stream_order import check_stage_streams
 from graphzero.runtime.execute.pipeline_messages import StepMessages
 from graphzero.runtime.transport.communicator import Communicator
 from graphzero.schedules import PipelineSchedule, check_schedule, generate_schedule
+from graphzero.testing import strict_stages, strict_transfers
 
 STAGES = {
     "model.first": 0,
@@ -172,13 +179,13 @@ def test_a_sent_value_keeps_its_memory_until_its_send_has_ended() -> None:
         wait_for_members=lambda handle, members, purpose: handle.wait(),
     )  # fmt: skip
     passing: Any = SimpleNamespace(
-        pipeline=pipeline, world=world, count=0, edges=set(), written_later={1}, is_bound=lambda x: False,
+        pipeline=pipeline, world=world, count=0, edges=set(), copied={1}, is_bound=lambda x: False,
         names=[pipeline.name_of(call) for call in pipeline.calls],
     )  # fmt: skip
     step = StepMessages(passing)
     x, y = torch.ones(3), torch.ones(3)
-    step.send(0, x)
-    step.send(1, y)
+    step.send(0, [x])
+    step.send(1, [y])
     y.zero_()  # written over by a later call
     del x
     sent = transport.tensors[1]()
@@ -194,3 +201,99 @@ def test_behind_a_call_that_stopped_gpus_do_not_go_on() -> None:
     communicator: Any = SimpleNamespace(rank=3, generation=1, _stages={(1, 3): (0, None)})
     with pytest.raises(GraphZeroError, match="rank 3: a call of these ranks has stopped.*\n  Start the processes anew"):
         Communicator.stage_transport(communicator, [1, 3], torch.device("cuda"))
+
+
+# ---- what a member launches, as streams see it, and in the strict world
+
+
+def test_no_schedule_has_a_race() -> None:
+    for schedule in schedules():
+        pipeline = on_schedule(schedule)
+        for member in range(schedule.ranks):
+            check_stage_streams(pipeline, member)
+
+
+def test_the_law_of_streams_objects_to_a_dropped_record_or_wait_where_torchs_sanitizer_does() -> None:
+    pipeline = on_schedule(generate_schedule("zbv", 2, 4))
+    events = StageEvents(pipeline, 1, list_launches(pipeline, 1)).all()
+    assert not find_race_by_torch(events)
+    seen: Counter[tuple[type, bool]] = Counter()
+    for i, event in enumerate(events):
+        if not isinstance(event, StreamKernel):
+            rest = [*events[:i], *events[i + 1 :]]
+            objects = find_race(rest) is not None
+            assert objects == find_race_by_torch(rest), event
+            seen[type(event), objects] += 1
+    # Dropped without harm are those beside another one of the same direction, which orders the same.
+    assert all(seen[kind, False] < seen[kind, True] for kind in (EventRecord, EventWait)), seen
+
+
+def test_a_call_does_not_begin_before_what_it_reads_has_arrived() -> None:
+    pipeline = on_schedule(generate_schedule("1f1b", 4, 4))
+    launches = list_launches(pipeline, 2)
+    first = next(i for i, launch in enumerate(launches) if launch.kind is LaunchKind.ARRIVE)
+    assert launches[first + 1].kind is LaunchKind.CALL
+    launches[first : first + 2] = reversed(launches[first : first + 2])
+    race = find_race(StageEvents(pipeline, 2, launches).all())
+    assert race is not None and (race.first.does, race.second.does) == (
+        "the receive of 'add_mb' of 1F0 on member 2", "2F0 on member 2",
+    )  # fmt: skip
+
+
+def test_memory_that_is_used_again_while_it_is_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if all micro-batches put what they hand over in the same place."""
+    monkeypatch.setattr(PipelineProgram, "label", lambda self, call: "each call")
+    pipeline = on_schedule(generate_schedule("1f1b", 4, 4))
+    with pytest.raises(ScheduleError, match=r"works in the memory of .* in each call while the send of .* may still"):
+        check_stage_streams(pipeline, 0)
+
+
+def step_results() -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Net(layers=2, tied=True)
+    graph = staged_graph(model, STAGES, placement(2, 2), "zbv", micro_batches=4, stage=2, clip=0.1)
+    return tensors_of(([graph(*batch) for batch in batches()], graph.full_state_dict()))
+
+
+@pytest.mark.at_once
+def test_members_that_keep_their_values_and_send_messages_late_compute_the_same() -> None:
+    expected = step_results()
+    with strict_transfers():
+        assert all(map(torch.equal, step_results(), expected))
+
+
+def test_values_that_a_member_does_not_wait_for_hold_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one arrival of the first member is left out, its readers see what the memory held before."""
+
+    def without_an_arrival(pipeline: PipelineProgram, member: int) -> list[StageLaunch]:
+        launches = list_launches(pipeline, member)
+        arrivals = [one for one in launches if one.kind is LaunchKind.ARRIVE]
+        return [one for one in launches if member or one != arrivals[-1]]
+
+    monkeypatch.setattr(strict_stages, "list_launches", without_an_arrival)
+    with strict_transfers():
+        assert any(x.isnan().any() for x in step_results())
+
+
+def test_writing_to_what_is_sent_to_another_stage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = StepMessages.send
+
+    def send_and_write(self: StepMessages, number: int, tensors: list[Tensor]) -> None:
+        send(self, number, tensors)
+        tensors[0].add_(1)
+
+    monkeypatch.setattr(StepMessages, "send", send_and_write)
+    with strict_transfers(), pytest.raises(GraphZeroError, match=r"while they were sent to another stage, .* wrote to"):
+        step_results()
+
+
+def test_writing_to_what_is_about_to_arrive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    post = StepMessages.post
+
+    def post_and_write(self: StepMessages, number: int) -> None:
+        post(self, number)
+        self._posted[number][1][0].zero_()
+
+    monkeypatch.setattr(StepMessages, "post", post_and_write)
+    with strict_transfers(), pytest.raises(GraphZeroError, match="before they arrived from another stage"):
+        step_results()

@@ -13,7 +13,7 @@ from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.sbp.placement import placement
 from graphzero.testing import strict_transfers
-from graphzero.testing.strict import fill_with_poison_, is_poison
+from graphzero.testing.poison import fill_with_poison_, is_poison
 
 N = 2
 
@@ -41,6 +41,7 @@ def results_of(graph: gz.Graph) -> list[torch.Tensor]:
     return [*losses, *graph.full_state_dict()["modules"]["model"].values()]
 
 
+@pytest.mark.at_once
 @pytest.mark.parametrize("stage", range(4))
 def test_a_step_is_the_same_to_the_bit(stage: int) -> None:
     expected = results_of(TrainGraph(stage))
@@ -63,6 +64,7 @@ def buffers(kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return [torch.zeros(3 * (behind - first)) for _ in range(N)], ins
 
 
+@pytest.mark.at_once
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_what_arrives_is_there_after_the_wait_and_not_before(kind: str) -> None:
     expected, ins = buffers(kind)

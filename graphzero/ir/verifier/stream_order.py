@@ -6,11 +6,15 @@ which stream, with which records and waits is that of a GPU (``ir/streams``), wh
 
 from __future__ import annotations
 
+from graphzero.errors import ScheduleError
 from graphzero.ir import ops
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.pipeline_launches import list_launches
+from graphzero.ir.pipeline_parts import PipelineProgram
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.streams.events import BUFFER, COMPUTE, SLOT, Region, list_events
 from graphzero.ir.streams.races import StreamRace, find_race
+from graphzero.ir.streams.stage_events import StageEvents
 from graphzero.ir.transfer import NO_SLOT_YET
 from graphzero.ir.verifier.violation import violation
 
@@ -23,6 +27,17 @@ def check_streams(graph: StepGraph, where: str = "") -> None:
     race = find_race(list_events(graph))
     if race is not None:
         raise violation(race.second.node, where, _describe(race), _next_step(race))
+
+
+def check_stage_streams(pipeline: PipelineProgram, member: int) -> None:
+    """The law for a step of a member of ``pp``: its calls, and the messages around them; raises ScheduleError."""
+    race = find_race(StageEvents(pipeline, member, list_launches(pipeline, member)).all())
+    if race is not None:
+        _, memory = race.region
+        raise ScheduleError(
+            f"the schedule {pipeline.schedule.name!r}: {race.second.does} works in the memory of {memory} while "
+            f"{race.first.does} may still run in it"
+        )
 
 
 def _describe(race: StreamRace) -> str:

@@ -5,27 +5,31 @@ Every rank runs all of them, in one order, and gets the findings of all.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from graphzero.cli.calibrate import meet
 from graphzero.errors import GraphZeroError
 from graphzero.graph import Graph
 from graphzero.inspect.compare import difference
 from graphzero.ir.streams.launches import list_rank_launches
 from graphzero.plugins.doctor.flight_recorder import compare_launches, last_record, list_recorded, read_recorder
 from graphzero.runtime.tensors.shards import piece
-from graphzero.runtime.world.accelerators import ACCELERATORS
+from graphzero.runtime.world.accelerators import ACCELERATORS, synchronize
 from graphzero.runtime.world.process import ProcessWorld
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.runtime.world.world import World
 from graphzero.sbp.collectives import COLLECTIVES, Lines
+from graphzero.sbp.link_costs import Link
 from graphzero.sbp.placement import Placement, placement
 from graphzero.sbp.types import B, S
 from graphzero.testing import trace_step
@@ -33,6 +37,8 @@ from graphzero.testing import trace_step
 LINE = 12_289  # numbers of a line of a collective: no power of two, more than a message
 TOLERANCE = 1e-5  # where sums are in another order: through NCCL, and on one rank
 ROWS, WIDTH = 8, 24  # of the batch of a rank, of the small model
+SLOWER = 3.0  # times a link may be slower than it was calibrated
+ROUNDS, LATE = 10, 2e-3  # of equal work; seconds by which a rank counts as late
 
 
 @dataclass(frozen=True)
@@ -53,18 +59,79 @@ def check_ranks(place: Placement) -> Iterator[Finding]:
         yield _on_all_ranks(f"step at ZeRO stage {stage}", partial(_check_step, place, stage))
 
 
+def check_versions(own: Mapping[str, str]) -> Finding:
+    """Whether all ranks have the versions of this one; own: by what they are of."""
+    everyone = _gather(own)
+    apart = [
+        f"rank {rank} has {what} {versions.get(what, 'missing')}, rank 0 {everyone[0].get(what, 'missing')}"
+        for rank, versions in enumerate(everyone)
+        for what in sorted({*versions, *everyone[0]})
+        if versions.get(what) != everyone[0].get(what)
+    ]
+    return Finding("versions", not apart, "; ".join(apart) or f"equal on {len(everyone)} ranks")
+
+
+def check_speed(axis: str, measured: Link, calibrated: Link) -> Finding:
+    """Whether a link is about as fast as it was calibrated."""
+    facts = f"{link_text(measured)}; calibrated were {link_text(calibrated)}"
+    if measured.bandwidth * SLOWER >= calibrated.bandwidth:
+        return Finding(f"speed along {axis}", True, facts)
+    hint = "look for other work on these hosts, and at the network that the ranks use"
+    return Finding(f"speed along {axis}", False, f"{facts}: {hint}")
+
+
+def link_text(link: Link) -> str:
+    return f"{link.bandwidth / 1e9:.2f} GB/s, {link.latency * 1e6:.0f} us"
+
+
+def measure_pace(place: Placement) -> str:
+    """Return a sentence on the rank that the others wait for when all do the same work."""
+    world, waits = ProcessWorld(place), []
+    meet(world)
+    for _ in range(ROUNDS):
+        do_work(world.device)
+        began = time.perf_counter()
+        meet(world)
+        waits.append(time.perf_counter() - began)
+    everyone = _gather(waits)  # the last one waits for nobody
+    late = min(range(len(everyone)), key=lambda rank: median(everyone[rank]))
+    others = zip(*(one for rank, one in enumerate(everyone) if rank != late), strict=True)
+    behind = sorted(median(round_) - own for round_, own in zip(others, everyone[late], strict=True))[1]
+    if behind < LATE:
+        return "ranks do equal work in about equal time"
+    return f"rank {late} is {behind * 1e3:.0f} ms or more behind the others, which wait for it in each collective"
+
+
+def do_work(device: torch.device) -> None:
+    """A few milliseconds of work."""
+    x = torch.ones(384, 384, device=device)
+    for _ in range(4):
+        x = x @ x / 384
+    synchronize(device)
+
+
+def _gather(own: Any) -> list[Any]:
+    everyone = [own]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+    return everyone
+
+
 def _on_all_ranks(about: str, examine: Callable[[], str]) -> Finding:
     """A check of all ranks.  examine: returns what it saw, and raises GraphZeroError where that is wrong."""
     try:
         seen = (True, examine())
     except (GraphZeroError, RuntimeError) as error:
-        seen = (False, str(error).strip().split("\n")[0] or type(error).__name__)
-    everyone: list[Any] = [seen]
-    if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, seen)
-    failed = {rank: facts for rank, (holds, facts) in enumerate(everyone) if not holds}
+        seen = (False, _first_sentence(str(error)) or type(error).__name__)
+    failed = {rank: facts for rank, (holds, facts) in enumerate(_gather(seen)) if not holds}
     return Finding(about, not failed, "; ".join(f"rank {rank}: {facts}" for rank, facts in failed.items()) or seen[1])
+
+
+def _first_sentence(text: str) -> str:
+    """The first line of an error, and the next one where that only announces it."""
+    lines = [*map(str.strip, text.strip().split("\n")), ""]
+    return f"{lines[0]} {lines[1]}".strip() if lines[0].endswith(":") else lines[0]
 
 
 def _check_collective(place: Placement, kind: str, axis: str) -> str:

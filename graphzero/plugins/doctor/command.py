@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,14 @@ import graphzero
 from graphzero.cli import factory
 from graphzero.cli.calibrate import calibrate
 from graphzero.plan.device import Device
-from graphzero.plugins.doctor.checks import Finding, check_ranks
+from graphzero.plugins.doctor.checks import (
+    Finding,
+    check_ranks,
+    check_speed,
+    check_versions,
+    link_text,
+    measure_pace,
+)
 from graphzero.runtime.world import launch
 from graphzero.runtime.world.accelerators import ACCELERATORS
 from graphzero.runtime.world.process import ProcessWorld
@@ -31,6 +39,8 @@ EXAMPLES = """examples:
   torchrun --nproc-per-node=4 -m graphzero doctor --axes dp=2,tp=2   four ranks, how they talk, and what they send
 
 exit status: 0; 1 if a check does not hold; 2 for a wrong command"""
+SHARED_MEMORY, LITTLE = Path("/dev/shm"), 1e9  # bytes
+VERSIONS = ("graphzero", "torch", "Python", "CPU", "NCCL")  # which all ranks should have
 SIZES, REPEAT = (1 << 14, 1 << 18, 1 << 22), 3  # of collectives that are timed
 
 
@@ -38,13 +48,13 @@ SIZES, REPEAT = (1 << 14, 1 << 18, 1 << 22), 3  # of collectives that are timed
 class MachineReport:
     """The facts about a machine and its ranks, by axis where it is of one.
 
-    transports: how ranks talk.  links: as measured.  calibrated: as `graphzero calibrate` measured them before.
+    transports: how ranks talk.  links: as measured.  pace: which rank others wait for; "" where nothing travels.
     """
 
     machine: Mapping[str, str]
     transports: Mapping[str, str]
     links: Mapping[str, Link]
-    calibrated: Mapping[str, Link]
+    pace: str
     checks: Sequence[Finding]
 
     @property
@@ -54,9 +64,9 @@ class MachineReport:
     def __str__(self) -> str:
         lines = [f"{name:<12}{facts}" for name, facts in self.machine.items()]
         lines += [f"along {axis:<6}{about}" for axis, about in self.transports.items()]
-        for axis, link in self.links.items():
-            before = f"; {link_text(self.calibrated[axis])} as calibrated before" if axis in self.calibrated else ""
-            lines.append(f"along {axis:<6}{link_text(link)}{before}")
+        lines += [f"along {axis:<6}{link_text(link)}" for axis, link in self.links.items()]
+        if self.pace:
+            lines.append(f"{'pace':<12}{self.pace}")
         width = max(len(check.about) for check in self.checks) + 2
         for check in self.checks:
             lines.append(f"{'ok  ' if check.holds else 'FAIL'}  {check.about:<{width}}{check.facts}")
@@ -85,9 +95,13 @@ def run(options: argparse.Namespace) -> int:
     """Do what the command line says; the exit status."""
     calibrated = Device.named(options.device).links if Path(options.device).exists() else {}
     where = _placement(options)
-    checks = list(check_ranks(where))
-    links = {one.axis: one.link for one in calibrate(where, SIZES, REPEAT)} if where.size > 1 != where.virtual else {}
-    machine_report = MachineReport(describe_machine(where), _transports(where), links, calibrated, checks)
+    machine, is_job = describe_machine(where), where.size > 1 and not where.virtual
+    checks = [check_versions({what: machine[what] for what in VERSIONS if what in machine})] if is_job else []
+    checks += check_ranks(where)
+    links = {one.axis: one.link for one in calibrate(where, SIZES, REPEAT)} if is_job else {}
+    checks += [check_speed(axis, link, calibrated[axis]) for axis, link in links.items() if axis in calibrated]
+    pace = measure_pace(where) if is_job else ""
+    machine_report = MachineReport(machine, _transports(where), links, pace, checks)
     if launch.own_rank() == 0:
         print(json.dumps(asdict(machine_report), indent=2) if options.json else machine_report)
     return 0 if machine_report.hold else 1
@@ -122,7 +136,9 @@ def describe_machine(place: Placement) -> dict[str, str]:
         "graphzero": graphzero.__version__,
         "torch": torch.__version__,
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {len(os.sched_getaffinity(0))} cores for this process",
+        "CPU": torch.backends.cpu.get_cpu_capability(),
+        "cores": f"{len(os.sched_getaffinity(0))} for this process",
+        "/dev/shm": _shared_memory_text(),
         "ranks": repr(place),
     }
     for name, accelerator in ACCELERATORS.items():
@@ -134,5 +150,10 @@ def describe_machine(place: Placement) -> dict[str, str]:
     return machine
 
 
-def link_text(link: Link) -> str:
-    return f"{link.bandwidth / 1e9:.2f} GB/s, {link.latency * 1e6:.0f} us"
+def _shared_memory_text() -> str:
+    """Return the room for files in memory, which DataLoader's workers and NCCL use, and graphzero does not."""
+    users = "workers of a DataLoader and NCCL on one host use it, graphzero does not"
+    if not SHARED_MEMORY.is_dir():
+        return f"missing; {users}"
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    return f"{free / 1e9:.1f} GB free" + (f"; {users}: docker run --shm-size" if free < LITTLE else "")

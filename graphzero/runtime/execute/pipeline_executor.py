@@ -7,7 +7,8 @@ ranks of one member of ``pp`` it runs the calls of its own row, and ``pipeline_m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.pipeline_launches import LaunchKind, list_launches
+from graphzero.ir.pipeline_launches import LaunchKind, StageLaunch, list_launches
 from graphzero.ir.pipeline_parts import PartCall, PipelineProgram, Slot, ValueKey
 from graphzero.ir.transfer_layout import shape_on
 from graphzero.runtime.execute.executor import Executor, ReleasedInputs, Results, SlotBuffers
@@ -23,6 +24,25 @@ from graphzero.runtime.execute.pipeline_messages import MessagePassing, StepMess
 from graphzero.runtime.execute.steps import Meter
 from graphzero.runtime.world.process import ProcessWorld
 from graphzero.runtime.world.world import World
+
+
+@dataclass
+class StageValues:
+    """Values of a step that parts hand over, on the ranks of one member of ``pp`` or of all.
+
+    saved: one tensor for each local rank.  left: how many readers each still has.
+    messages: to and from other members; None where nothing is sent.
+    """
+
+    saved: dict[Slot, Sequence[Any]]
+    left: Counter[Slot]
+    messages: StepMessages | None
+
+    def drop(self, slot: Slot) -> None:
+        """Let go of a value for one of its readers."""
+        self.left[slot] -= 1
+        if not self.left[slot]:
+            del self.saved[slot]
 
 
 class PipelineExecutor:
@@ -51,18 +71,23 @@ class PipelineExecutor:
         self.meter: Meter | None = None
         self._step: StepMessages | None = None
         self._nodes = {node.name: node for node in graph.nodes}
-        self._readers = Counter(pipeline.returned)
-        for launch in self.launches:
-            if launch.kind is LaunchKind.CALL:
-                self._readers.update({*pipeline.slots_read(pipeline.calls[launch.number]).values()})
-            elif launch.kind is LaunchKind.SEND:
-                self._readers[pipeline.messages[launch.number].slot] += 1
+        self._readers = self.count_readers(self.launches)
         self._moved = {message.slot for message in pipeline.messages}
         if isinstance(world, ProcessWorld):
-            self.messages = MessagePassing(graph, pipeline, world, self._allocate)
+            self.messages = MessagePassing(graph, pipeline, world, self.allocate)
             self._moved |= pipeline.returned
 
-    def _allocate(self, slot: Slot) -> list[Tensor]:
+    def count_readers(self, launches: Iterable[StageLaunch]) -> Counter[Slot]:
+        """Count the readers of each value: in launches, and the step where it returns it."""
+        readers, pipeline = Counter(self.pipeline.returned), self.pipeline
+        for kind, number in launches:
+            if kind is LaunchKind.CALL:
+                readers.update({*pipeline.slots_read(pipeline.calls[number]).values()})
+            elif kind is LaunchKind.SEND:
+                readers[pipeline.messages[number].slot] += 1
+        return readers
+
+    def allocate(self, slot: Slot) -> list[Tensor]:
         """Memory for a value that no part of this process makes."""
         node, world = self._nodes[slot[0].name], self.world
         type_, nd = value.tensor_type(node), value.nd_of(node)
@@ -110,70 +135,57 @@ class PipelineExecutor:
 
     def run_step(self, inputs: Mapping[str, Sequence[Any]], meter: Meter | None = None) -> Results:
         """One step; see ``Executor.run_step``."""
-        saved: dict[Slot, Sequence[Any]] = {}
-        left = self._readers.copy()
         self.finish()  # what an earlier run that failed has left
         self._step = step = self.messages.begin_step() if self.messages is not None else None
-        for kind, number in self.launches:
-            if kind is not LaunchKind.CALL:
-                assert step is not None
-                self._pass_message(step, kind, number, saved, left)
-                continue
-            if step is not None:
-                step.note_call(number)
-            call = self.pipeline.calls[number]
-            saved |= self._run_part(call, self._inputs_of(call, inputs, saved, left), left, meter or self.meter)
+        values = StageValues({}, self._readers.copy(), step)
+        for launch in self.launches:
+            self.run_launch(launch, values, inputs, meter)
+        saved = values.saved
         if step is not None:
             returned = sorted(self.pipeline.returned)
-            saved |= {slot: self._allocate(slot) for slot in returned if slot not in saved}
+            saved |= {slot: self.allocate(slot) for slot in returned if slot not in saved}
             step.share({slot: saved[slot][0] for slot in returned})
         outputs = [saved[key, 0] if isinstance(key, ValueKey) else key for key in self.pipeline.parts.outputs]
         return Results(outputs, {name: list(saved[key, 0]) for name, key in self.pipeline.parts.aux.items()})
 
-    def _pass_message(
-        self, step: StepMessages, kind: LaunchKind, number: int, saved: dict[Slot, Sequence[Any]], left: Counter[Slot]
+    def run_launch(
+        self, launch: StageLaunch, values: StageValues, inputs: Mapping[str, Sequence[Any]], meter: Meter | None = None
     ) -> None:
+        """Run one call, or do what a launch does to a message."""
+        (kind, number), step = launch, values.messages
+        if kind is LaunchKind.CALL:
+            if step is not None:
+                step.note_call(number)
+            self._run_part(self.pipeline.calls[number], values, inputs, meter or self.meter)
+            return
+        assert step is not None
         slot = self.pipeline.messages[number].slot
         if kind is LaunchKind.SEND:
-            step.send(number, saved[slot][0])
-            self._drop(slot, saved, left)
+            step.send(number, values.saved[slot])
+            values.drop(slot)
         elif kind is LaunchKind.POST:
             step.post(number)
         elif kind is LaunchKind.ARRIVE:
-            saved[slot] = step.await_arrival(number)
+            values.saved[slot] = step.await_arrival(number)
         else:
             step.release(number)
 
-    @staticmethod
-    def _drop(slot: Slot, saved: dict[Slot, Sequence[Any]], left: Counter[Slot]) -> None:
-        """Let go of a value for one of its readers."""
-        left[slot] -= 1
-        if not left[slot]:
-            del saved[slot]
-
     def _run_part(
-        self, call: PartCall, given: ReleasedInputs, left: Counter[Slot], meter: Meter | None
-    ) -> dict[Slot, Sequence[Any]]:
-        """Run a part; returns what it hands over and is yet to be read: dense, where another stage reads it."""
+        self, call: PartCall, values: StageValues, inputs: Mapping[str, Sequence[Any]], meter: Meter | None
+    ) -> None:
+        """Run a part, and keep what it hands over and is yet to be read: dense, where another stage reads it."""
+        given = self._inputs_of(call, inputs, values)
         if meter is not None:
             meter.begin_part(call)
         results = self.executors[call.part].run_step(given, meter)
-        handed_over: dict[Slot, Sequence[Any]] = {}
         for key in self.pipeline.parts.parts[call.part].outputs:
             slot = self.pipeline.slot(key, call.micro_batch)
-            if left[slot]:
+            if values.left[slot]:
                 tensors = results.aux[key.name]
-                handed_over[slot] = [x.contiguous() for x in tensors] if slot in self._moved else tensors
-        return handed_over
+                values.saved[slot] = [x.contiguous() for x in tensors] if slot in self._moved else tensors
 
-    def _inputs_of(
-        self,
-        call: PartCall,
-        inputs: Mapping[str, Sequence[Any]],
-        saved: dict[Slot, Sequence[Any]],
-        left: Counter[Slot],
-    ) -> ReleasedInputs:
-        """Return the inputs of a call.  Those that no later call reads are removed from ``saved``."""
+    def _inputs_of(self, call: PartCall, inputs: Mapping[str, Sequence[Any]], values: StageValues) -> ReleasedInputs:
+        """Return the inputs of a call, and let go of those that no later call reads."""
         part = self.pipeline.parts.parts[call.part]
         names = self.executors[call.part].program.inputs
         given = ReleasedInputs({name: inputs[name] for name in names if name in inputs})
@@ -181,9 +193,9 @@ class PipelineExecutor:
             given[part.micro_batch] = [call.micro_batch] * len(self.world.local_ranks)
         slots = self.pipeline.slots_read(call)
         for name, slot in slots.items():
-            if slot not in saved:
-                saved[slot] = self._allocate(slot)
-            given[name] = saved[slot]
+            if slot not in values.saved:
+                values.saved[slot] = self.allocate(slot)
+            given[name] = values.saved[slot]
         for slot in {*slots.values()}:
-            self._drop(slot, saved, left)
+            values.drop(slot)
         return given

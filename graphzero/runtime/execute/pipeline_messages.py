@@ -13,9 +13,10 @@ from torch import Tensor
 
 from graphzero import _compat
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.pipeline_launches import check_launches
+from graphzero.ir.pipeline_launches import check_launches, sends_of_copies
 from graphzero.ir.pipeline_parts import PipelineProgram, Slot
 from graphzero.ir.pipeline_stages import home_stage
+from graphzero.ir.verifier.stream_order import check_stage_streams
 from graphzero.runtime.transport.primitives import DONE, Handle
 from graphzero.runtime.world.process import ProcessWorld
 from graphzero.runtime.world.world import Sent
@@ -28,23 +29,18 @@ class MessagePassing:
     """The messages of one rank in each step.
 
     graph: the whole program.  allocate: memory for a value from another stage.
-    Raises ScheduleError where the messages would not all arrive.
+    Raises ScheduleError where the messages would not all arrive, or a call does not wait for one.
     """
 
     def __init__(self, graph: StepGraph, pipeline: PipelineProgram, world: ProcessWorld, allocate: Allocate) -> None:
         check_launches(pipeline)
+        check_stage_streams(pipeline, world.member or 0)
         self.pipeline, self.world, self.allocate = pipeline, world, allocate
         self.names = [pipeline.name_of(call) for call in pipeline.calls]
         self.edges = {(message.source, message.target) for message in pipeline.messages}
         self.writers = shared_states(graph, pipeline)
         self.count = len(pipeline.messages) + len(pipeline.returned) + len(self.writers)
-        own = [(i, call) for i, call in enumerate(pipeline.calls) if pipeline.is_on(call, world.member)]
-        self.written_later = {
-            number
-            for number, message in enumerate(pipeline.messages)
-            if message.source == world.member
-            and any(pipeline.writes(call, message.slot) for i, call in own if i > message.sent_after)
-        }
+        self.copied = sends_of_copies(pipeline, world.member)
         self.scalars: dict[str, Tensor] = {}
         self._storages: set[int] = set()  # of bound tensors
 
@@ -90,9 +86,10 @@ class StepMessages:
         self.world.wait_for_members(handle, [message.source], f"to end {self.passing.names[message.sent_after]}")
         return tensors
 
-    def send(self, number: int, x: Tensor) -> None:
-        """Begin to send a value."""
-        if number in self.passing.written_later or self.passing.is_bound(x):
+    def send(self, number: int, tensors: Sequence[Tensor]) -> None:
+        """Begin to send a value of this rank."""
+        (x,) = tensors
+        if number in self.passing.copied or self.passing.is_bound(x):
             x = x.clone()
         self._trace(x)
         transport, target = self._transport, self.messages[number].target

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import warnings
 
 import torch.distributed as dist
@@ -123,12 +124,28 @@ def ensure_world(device_type: str | None) -> None:
     if accelerator is not None:
         _take_own(accelerator)
     backend = "gloo" if accelerator is None else f"cpu:gloo,{kind}:{accelerator.backend}"
-    if rendezvous.is_kept_over_restarts():
-        store, rank, size = rendezvous.join_job()
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    else:
-        dist.init_process_group(backend)
+    try:
+        if rendezvous.is_kept_over_restarts():
+            store, rank, size = rendezvous.join_job()
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        else:
+            dist.init_process_group(backend)
+    except RuntimeError as error:
+        if "Unable to find address for" in str(error) or "connectFullMesh failed" in str(error):
+            raise _not_connected(error) from error
+        raise
     atexit.register(tear_down, dist.group.WORLD)
+
+
+def _not_connected(error: RuntimeError) -> PlacementError:
+    """The error of a rank that gloo cannot connect with the others."""
+    reason = str(error).strip().splitlines()[0].rpartition("] ")[2][:200]
+    wanted, interfaces = os.environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
+    return PlacementError(
+        f"gloo cannot connect this rank, on host {socket.gethostname()}, with the others: {reason}\n"
+        "  GLOO_SOCKET_IFNAME names the interface by which the hosts of the job reach each other; it is "
+        f"{wanted or 'not set'}, and this host has {', '.join(interfaces)}"
+    )
 
 
 def _take_own(accelerator: Accelerator) -> None:
