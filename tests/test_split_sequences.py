@@ -534,3 +534,11 @@ def test_models_of_transformers_keep_all_but_labels_and_heads_split(kind, padded
     assert splits_of_attention(graph) == {"S(1)" if way == "exchange" else "S(2)"}
     labels_and_mask = 2 * ROWS // 2 * LENGTH * 8
     assert way == "gather" or transfers(graph).get("all_gather", 0) <= labels_and_mask
+
+
+@pytest.mark.parametrize("sections", [1, 4])
+def test_the_plan_counts_what_stripes_of_a_whole_value_take(sections: int) -> None:
+    """Positions and labels are on all ranks, and each copies its stripes out of them."""
+    graph = graph_of(Gpt().double(), placed(c=2), sections)
+    graph(*batch())
+    assert gz.testing.measure_step(graph, *batch()).peak == graph.plan.memory.peak

@@ -19,6 +19,7 @@ from graphzero.ir.text.printer import print_line
 from graphzero.ir.value import TensorType
 from graphzero.ops import STOCHASTIC_ROUND, UNIFORM_LIKE
 from graphzero.passes.base import BuiltinPass
+from graphzero.passes.boxing.strided_views import copy_strided_pieces
 from graphzero.sbp import rank_call
 from graphzero.sbp.shards import LocalSize, LocalStart, Unfolded, cutting, steps_of, unfold
 from graphzero.sbp.types import Nd
@@ -33,7 +34,8 @@ class Localize(BuiltinPass):
 
     Types keep global shapes; only arguments change: ``view(x, [8, 16])`` with x S(0) is ``view(x, [8/dp, 16])``.
 
-    With x (S(0), S(0)) it is ``view(x, [8/dp/tp, 16])``: the outer axis cuts first.
+    With x (S(0), S(0)) it is ``view(x, [8/dp/tp, 16])``: the outer axis cuts first.  Where a rank's piece lies in
+    strides that a view cannot show, a copy of it is viewed.
 
     Requires: collectives instead of boxes; sizes in arguments are global.
     Ensures: sizes and positions in arguments are those of one rank; types keep global shapes.
@@ -71,6 +73,7 @@ class Localize(BuiltinPass):
                 args, kwargs = rank_call.local_args(op, node.args, node.kwargs, *pairs, local)
                 node.target, node.kwargs = rank_call.offset_form(op, args, kwargs, *pairs, places)
                 node.args = args
+        copy_strided_pieces(graph)
         graph.level = "local"
         return graph
 
