@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import fx
 
 from graphzero.ir import value
@@ -15,6 +16,9 @@ from graphzero.passes.experts.row_exchange import RowExchange
 from graphzero.passes.experts.sorted_rows import RowKind, RowOp, SortedRows
 from graphzero.passes.place.expand import DefinitionWriter
 from graphzero.sbp.types import B, Nd, P, S, Sbp
+
+aten = torch.ops.aten
+TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 
 class ExchangeWriter(RegionWriter):
@@ -31,6 +35,7 @@ class ExchangeWriter(RegionWriter):
         super().__init__(graph, axes, rows)
         self.axis, self.own_rows, self.room = axis, rows.rows // rows.parts, room
         self.at_experts: set[fx.Node] = set()  # values with the rows that the experts of a rank have got
+        self._turned: dict[fx.Node, fx.Node] = {}
         self._is_at_experts = False  # the op that is rewritten
         self._made_exchange: RowExchange | None = None
 
@@ -79,8 +84,18 @@ class ExchangeWriter(RegionWriter):
             return super()._operand(node, op, x)
         if fact is not None and x not in op.enters:
             is_end = fact.kind is RowKind.ENDS
-            return self._exchange.ends if is_end else self._exchange.send_rows(node, x, fact.sbp.dim)
+            return self._exchange.ends if is_end else self._send_rows(node, x)
         return self._own_experts(node, x) if node.target is GROUPED_MM else super()._operand(node, op, x)
+
+    def _send_rows(self, node: fx.Node, x: fx.Node) -> fx.Node:
+        """The rows of all ranks for a rank's own experts; of rows that are turned what is sent is as they were."""
+        source = self.rows.facts.get(value.operand(x)) if x.target in TURNS else None
+        if source is None or source.kind is not RowKind.SORTED:
+            return self._exchange.send_rows(node, x, self.rows.facts[x].sbp.dim)
+        if x not in self._turned:
+            sent = self._send_rows(node, value.operand(x))
+            self._turned[x] = DefinitionWriter(self.graph, node)(x.target, sent, *x.args[1:])
+        return self._turned[x]
 
     def _own_experts(self, node: fx.Node, x: fx.Node) -> fx.Node:
         """The weights of a rank's own experts."""

@@ -25,7 +25,6 @@ from graphzero.passes.place.expand import DefinitionWriter
 from graphzero.sbp.types import P, S, Sbp
 
 aten = torch.ops.aten
-TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 
 class RowExchange:
@@ -92,10 +91,8 @@ class RowExchange:
 
     def send_rows(self, node: fx.Node, x: fx.Node, dim: int) -> fx.Node:
         """The rows of all ranks for a rank's own experts, in the order of these, of sorted rows ``x``."""
-        w = DefinitionWriter(self.graph, node)
-        if x not in self._sent and x.target in TURNS and (sent := self._sent.get(value.operand(x))) is not None:
-            self._sent[x] = w(x.target, sent, *x.args[1:])
         if x not in self._sent:
+            w = DefinitionWriter(self.graph, node)
             rows = w(aten.index.Tensor, self._turn(w, x, dim), [self._rows_sent])
             rest = value.tensor_type(rows).shape[1:]
             received = self._send(w, w(aten.view.default, rows, [1, self.ranks, self.room, *rest]))
