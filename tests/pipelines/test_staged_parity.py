@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from staged import Net, batches, compare, cross_entropy, placement, staged_graph, stages_of, tensors_of
+from staged import Net, Residual, batches, compare, cross_entropy, placement, staged_graph, stages_of, tensors_of
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -74,6 +74,19 @@ def test_tensor_splits_within_stages() -> None:
 
 def test_random_draws_are_those_without_stages() -> None:
     assert compare(Net(dropout=0.3), stages_of(4, 2), placement(2, 2), schedule="zb1p", micro_batches=4, stage=3) == 0
+
+
+class Scaled(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5 + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def test_a_cut_within_a_residual_block() -> None:
+    """What the block adds its result to is read on both stages: its gradients are added on the earlier one."""
+    model = Net()
+    model.layers[2] = Scaled()
+    marks = stages_of(4, 2) | {"model.layers.2.norm": 0, "model.layers.2.up": 0}
+    assert compare(model, marks, placement(2, 1), micro_batches=2, schedule="zb1p", clip=0.1) == 0
 
 
 def test_mixed_precision() -> None:

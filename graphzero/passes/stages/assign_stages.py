@@ -34,7 +34,7 @@ class AssignStages(BuiltinPass):
     ======== =======================================================================================================
     forward  that of its module's mark; else the last stage of what it reads
     backward that of its module's mark; else the last stage of what it reads of forward, but no later one than the
-             gradients that it reads
+             gradients that it reads; a sum of two gradients no later than these in any case
     update   that of the parameters and states that it leads to; where these are on several, the last stage of what
              it reads
     ======== =======================================================================================================
@@ -195,6 +195,8 @@ class _Assignment:
         marked = self._marked_stage(node)
         if marked is not None:
             if first is not None and first < marked:
+                if node.target is aten.add.Tensor and len(gradients) == 2:  # of a value that an earlier stage reads too
+                    return first
                 raise self._wrong_way(node, marked, first, "a gradient")
             return marked
         saved = self._operand_stages(x for x in operands if x not in self.gradients)
