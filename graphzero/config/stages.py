@@ -114,6 +114,13 @@ def resolve_marks(marks: tuple[StageMark, ...], modules: Mapping[str, nn.Module]
     for mark in marks:
         pattern = mark.pattern.split(".")
         if mark.pattern and not any(matches_path(path, pattern) for path in named):
+            for attribute, module in modules.items():
+                for name, part in module.named_modules(prefix=attribute, remove_duplicate=False):
+                    if matches_path(name.split("."), pattern):
+                        raise ConfigError(
+                            f"set_stage({mark.pattern!r}, {mark.stage}): {name} is the same module as "
+                            f"{paths[id(part)]}, and a module has one stage; mark that one"
+                        )
             raise ConfigError(
                 f"set_stage({mark.pattern!r}, {mark.stage}): no module of the Graph has such a path; paths begin with "
                 f"{shorten_list(list(modules))}, and each part of a pattern matches one part of a path"

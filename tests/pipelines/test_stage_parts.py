@@ -163,6 +163,14 @@ def test_marks_that_make_no_pipeline_are_refused(case: str) -> None:
         graph.compile(*batches(1)[0])
 
 
+def test_a_second_path_of_a_shared_module_is_refused_with_its_first() -> None:
+    model = Net()
+    model.layers[3] = model.layers[1]
+    graph = staged_graph(model, stages_of(4, 2), placement(2, 2))
+    with pytest.raises(ConfigError, match=r"model\.layers\.3 is the same module as model\.layers\.1, .* mark that one"):
+        graph.compile(*batches(1)[0])
+
+
 def test_the_mark_of_the_inner_module_counts_and_one_without_wildcards() -> None:
     stages = StageMarks(("model.*@0", "model.layers.*@1", "model.layers.3@2", "model.layers.0.up@3"))
     paths = ("model.first", "model.layers.1.up", "model.layers.3.down", "model.layers.0.up", "other", "")
