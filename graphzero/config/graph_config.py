@@ -70,20 +70,35 @@ class GraphConfig(metaclass=PluginMembers):
         """
         self._set(zero=zero_of(mode, stage, shard_min_size, axis, keep_gathered, self._placement))
 
-    def enable_offload(self, states: bool = True, *, path: str | os.PathLike[str] | None = None) -> None:
-        """Keep optimizer states in host memory: the device holds those of two buckets, while it steps them.
+    def enable_offload(
+        self,
+        states: bool = True,
+        *,
+        activations: int | str | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Keep optimizer states in host memory, and activations beyond so many bytes; the same bits.
 
-        The same bits, with any optimizer of torch's form.  A bucket is the states of one parameter, or of several with
-        ``bucket_bytes`` in all; it comes while the one before it is stepped, and goes back behind its own step.  States
-        that are 0-d stay on the device.  A step moves them all over the link to the host, once in each direction.
-        states: False turns it off.
-        path: of a folder in which each rank keeps its states in a file, instead of in memory; it is made if it is not
-        there.  The file goes when the Graph does.  Of CPU ranks this is how memory is saved.
+        States, of any optimizer of torch's form: the device holds those of two buckets, while it steps them.  A bucket
+        is the states of one parameter, or of several with ``bucket_bytes`` in all; it comes while the one before it is
+        stepped, and goes back behind its own step.  States that are 0-d stay on the device.  A step moves them all over
+        the link to the host, once in each direction.
+        states: False leaves them on the device.
+        activations: the bytes of what forward leaves for backward, ``plan.memory.activations``, that one rank may have
+        on its device at a time.  As much as it takes waits in host memory, what backward reads last first: it sets out
+        when forward has read it last, and comes back while backward works on what it reads ``bucket_bytes`` before.
+        Nothing is computed again for it; what ``set_activation_memory`` and the budget have computed again does not
+        wait, and they are asked first.  "auto": where the step does not fit the memory budget, by default 0.9 of the
+        device's memory, values wait on the host or are computed again, whichever makes the step less longer; copies
+        that run beside compute cost nothing.  None, the default, holds all on the device.
+        path: of a folder in which each rank keeps both in files, instead of in memory; it is made if it is not there.
+        The files go when the Graph does.  Of CPU ranks this is how memory is saved.
 
-        Raises ConfigError beside ``set_cuda_graph``; when the step is compiled, with pipeline stages; when states are
-        laid out, for a folder that cannot be written, or a disk that has no room for them.
+        Raises ConfigError beside ``set_cuda_graph``; when the step is compiled, with pipeline stages, and for fewer
+        bytes of activations than it can do with, which it names; when states are laid out, for a folder that cannot be
+        written, or a disk that has no room.
         """
-        self._set(offload=offload_of(states, path))
+        self._set(offload=offload_of(states, activations, path))
 
     def set_memory_budget(self, nbytes: int | None) -> None:
         """Limit the bytes at which the plan of a step may peak on one rank; None, the default, sets no limit.

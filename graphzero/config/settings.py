@@ -21,7 +21,7 @@ from graphzero.config.setting import (
     whole_number,
 )
 from graphzero.config.stages import AutoStages, StageMark
-from graphzero.config.zero import ZeroSettings
+from graphzero.config.zero import AUTO, ZeroSettings
 from graphzero.errors import ConfigError
 from graphzero.passes.experts.expert_ways import CAPACITY
 from graphzero.passes.experts.expert_ways import WAYS as EXPERT_WAYS
@@ -180,16 +180,21 @@ class Settings(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cuda_graph and self.offload.states:
+        if self.cuda_graph and self.offload.is_on:
             raise ConfigError(
-                "set_cuda_graph() and enable_offload(): a recorded step has its own streams, and copies of states from "
-                "host memory have not been tried in one; leave one of them out"
+                "set_cuda_graph() and enable_offload(): a recorded step has its own streams, and copies to and "
+                "from host memory have not been tried in one; leave one of them out"
             )
         if self.cuda_graph and self.split_experts == "exchange":
             raise ConfigError(
                 'set_cuda_graph() and set_split_experts("exchange"): a recorded step runs to its end, and one that '
                 "finds too little room for rows has to stop before its update; leave one of them out"
             )
+
+    @property
+    def needs_budget(self) -> bool:
+        """Whether something follows from the bytes that a rank may have, said or not."""
+        return AUTO in (self.zero.stage, self.offload.activations)
 
     @property
     def _values(self) -> list[tuple[Setting, Any]]:

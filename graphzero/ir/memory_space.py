@@ -1,10 +1,11 @@
 """Memory that holds each value: that of the rank's device, or, for results of some ops, that of the host.
 
 Like the storage of a value it follows from the op that makes it, so it is not printed; a state lies in host memory
-where the step copies it to the device, or writes it there, by ``to_device_launch`` and ``to_host_launch``.  What lies
-in host memory is no memory of the device: the plan counts it apart, and so does the measurement.  It is read by the
-ops that bring it back, and by nothing else (``verifier.memory_spaces``).  On a CPU both are the same chips, and are
-told apart all the same, so that a program for an accelerator can be planned, tested and measured where there is none.
+where the step copies it to the device, or writes it there, by ``to_device_launch`` and ``to_host_launch``, and so does
+what is copied into a ``host_room``.  What lies in host memory is no memory of the device: the plan counts it apart, and
+so does the measurement.  It is read by the ops that bring it back, and by nothing else (``verifier.memory_spaces``).
+On a CPU both are the same chips, and are told apart all the same, so that a program for an accelerator can be planned,
+tested and measured where there is none.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ def is_offload(target: Any) -> bool:
     return target in _OFFLOADS
 
 
+def makes_on_host(target: Any) -> bool:
+    """Return whether the storage that an op makes lies in host memory."""
+    return target is ops.host_room or is_offload(target)
+
+
 def is_reload(target: Any) -> bool:
     """Return whether an op may read what lies in host memory."""
     return target in _RELOADS
@@ -66,7 +72,7 @@ def is_host_state(node: fx.Node) -> bool:
 
 def lies_on_host(node: fx.Node) -> bool:
     """Return whether the storage that a node makes, or that a placeholder stands for, is in host memory."""
-    return is_offload(node.target) or is_host_state(node)
+    return makes_on_host(node.target) or is_host_state(node)
 
 
 def uses_host(nodes: Iterable[fx.Node]) -> bool:

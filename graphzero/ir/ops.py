@@ -25,9 +25,10 @@ launch(collective, slot, *args)       begin a bucketed collective in communicati
                                       one, straight from its storage into the result's (see ``ir.transfer``)
 wait(h)                               its results
 assign(p, x)                          write x into the storage of placeholder p; every reader of p ran before
-to_device_launch(p)                   begin to copy placeholder p, which lies in host memory, to the device
+host_room(x)                          room in host memory for a value of x's form, not filled
+to_device_launch(p)                   begin to copy p, a state or a to_host_wait, from host memory to the device
 to_device_wait(l, p)                  the copy, when it has arrived; p may not change until then
-to_host_launch(p, x)                  begin to write x into the storage of placeholder p in host memory
+to_host_launch(p, x)                  begin to write x into the storage of p, a state or a host_room, in host memory
 to_host_wait(l, x)                    p, when x is there; x may not change until then
 micro_batch(k)                        which of the k micro-batches runs: 0 to k - 2 in what is repeated; k - 1 behind it
 take(x, dim, i, k)                    the i-th of k equal parts of this rank's x along dim, as a view
@@ -124,6 +125,10 @@ def assign(p: Any, x: Any) -> Any:
     _never("assign")
 
 
+def host_room(x: Any) -> Any:
+    _never("host_room")
+
+
 def to_device_launch(p: Any) -> Any:
     _never("to_device_launch")
 
@@ -193,6 +198,6 @@ WRITING: tuple[Callable[..., Any], ...] = (
 ACCUMULATIONS = ("sum", "max", "min", "mean")
 
 _ALL: tuple[Callable[..., Any], ...] = (
-    use, box, *MOVES, *BUCKETS, launch, wait, assign, *HOST_COPIES, micro_batch, *IN_TURN,
+    use, box, *MOVES, *BUCKETS, launch, wait, assign, host_room, *HOST_COPIES, micro_batch, *IN_TURN,
 )  # fmt: skip
 BY_NAME: dict[str, Callable[..., Any]] = {op.__name__: op for op in _ALL}

@@ -47,6 +47,7 @@ from graphzero.passes.schedule.bucket import Bucket
 from graphzero.passes.schedule.copy_old import CopyOld
 from graphzero.passes.schedule.gather_casts import GatherCasts
 from graphzero.passes.schedule.launch import Launch
+from graphzero.passes.schedule.offload_activations import OffloadActivations
 from graphzero.passes.schedule.offload_states import OffloadStates
 from graphzero.passes.schedule.optimizer_in_backward import OptimizerInBackward
 from graphzero.passes.schedule.overlap import Overlap, OverlapUpdate
@@ -77,6 +78,7 @@ class Options:
     whole_accumulators, whole_on: see ``MicroBatches``.
     tiles: of rows, in which the largest values of a step are computed; see ``TileRows``.
     offload_states: whether optimizer states lie in host memory.
+    offload_activations: names and patterns of values of forward that wait in host memory for backward.
     bucket_bytes: of one bucket, and of what is under way at a time; None follows the size of the model.
     plugins: values of plug-ins' settings that are not as by default, by name.
     optimise: whether passes are there that a program also runs without, only with more memory or time.
@@ -101,6 +103,7 @@ class Options:
     whole_on: tuple[int, ...] = ()
     tiles: int = 1
     offload_states: bool = False
+    offload_activations: tuple[str, ...] = ()
     bucket_bytes: int | None = None
     optimise: bool = True
     plugins: Mapping[str, Any] = field(default_factory=dict, metadata={"in_text": False})
@@ -185,6 +188,7 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(Slots, "local", group="schedule"),
     PassEntry(DeadCode, "local"),
     PassEntry(OffloadStates, "local", lambda options: options.offload_states),
+    PassEntry(OffloadActivations, "local", lambda options: bool(options.offload_activations)),
     PassEntry(InPlace, "local", lambda options: options.optimise),
     PassEntry(JoinUpdates, "local", lambda options: options.optimise),
 )

@@ -174,7 +174,7 @@ class Device:
         """The link to and from host memory.  Raises ConfigError where the device does not describe it."""
         if HOST_MEMORY not in self.links:
             raise ConfigError(
-                f"device {self.name} says nothing of the link to host memory, where this step keeps states; add "
+                f"device {self.name} says nothing of the link to host memory, where this step keeps values; add "
                 f'"{HOST_MEMORY}": {{"latency": seconds, "bandwidth": bytes a second in each direction}} to its "links"'
             )
         return self.links[HOST_MEMORY]

@@ -1,4 +1,5 @@
-"""Bytes that a program holds over time if some values of forward are computed again: counted, with no program made.
+"""Bytes that a program holds over time if some values of forward are computed again, or wait on the host: counted,
+with no program made.
 
 The estimate says where the copies that ``Recompute`` makes would stand, how long each storage then lives, and the bytes
 of it, in some milliseconds a try.  It counts by ``StorageSpans``, which leaves out what later passes add (buckets,
@@ -10,7 +11,7 @@ for backward is there for each of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,9 +24,11 @@ from graphzero.ir.pipeline_stages import stages_of
 from graphzero.ir.storage.liveness import Bytes, Liveness, bytes_held, liveness
 from graphzero.ir.storage.storage_spans import Positions, StorageSpans, int_array
 from graphzero.passes.memory.recompute import ForwardOps
+from graphzero.passes.schedule.offload_activations import RoundTrip
+from graphzero.plan.offload.host_link import HostLink
 from graphzero.plan.seconds import plain, seconds_of
 
-Ops = frozenset[int]  # positions of ops of forward
+Ops = frozenset[int]  # positions of ops of forward that run again, and numbers in ``waits`` of what goes to the host
 Insertions = list[tuple[int, list[int]]]  # (op of backward, ops of forward that run again right before it), in order
 
 
@@ -37,7 +40,7 @@ class EstimatedMemory:
     computed again for it.
     position: of each op, where it then stands.  begins, ends: of each storage of the program as it was.
     first_late_read: of each storage, the first position at which backward or a copy reads it.
-    recomputed: ops that run again.
+    recomputed: ops that run again, and what waits on the host.
     """
 
     total: Bytes
@@ -61,9 +64,13 @@ class MemoryEstimate:
     names: of ops that may run again, by position.  seconds: what each costs.  maker: of each value of forward that may
     be made again, the op that makes it; else -1.  storages: numbers, by the value that lives in them.
     others: of each storage, the other micro-batches of which the same is held, if backward reads it.
+    round_trips: of values that may wait on the host.  waits: storage and round trip of each, by a number that is no
+    position.
     """
 
-    def __init__(self, graph: StepGraph, in_flight: Mapping[int, int] | None = None):
+    def __init__(
+        self, graph: StepGraph, in_flight: Mapping[int, int] | None = None, round_trips: Sequence[RoundTrip] = ()
+    ):
         at, forward = liveness(graph), ForwardOps(graph)
         position = at.position
         self.spans = StorageSpans(graph)
@@ -88,6 +95,8 @@ class MemoryEstimate:
         self.storages_by_op: dict[int, list[int]] = {}
         for k, i in enumerate(self.spans.begin.tolist()):
             self.storages_by_op.setdefault(i, []).append(k)
+        self.waits = {len(at.nodes) + k: (k, trip) for trip in round_trips for k in self.storages[position[trip.x]][:1]}
+        self._link = HostLink.from_program(at, device) if round_trips else None
         stages, counts = stages_of(at.nodes), {None: 1} | dict(in_flight or {})
         self.others = int_array(counts.get(stages[span.storage[0]], 1) - 1 for span in self.spans.storages)
         self._read_phases(at)
@@ -127,8 +136,31 @@ class MemoryEstimate:
         return tuple(self.names[i] for i in sorted(ops) if i in self.names)
 
     def cost(self, recomputed: Iterable[int]) -> float:
-        """Seconds of ops that run again."""
-        return sum(self.seconds[i] for i in recomputed)
+        """Seconds of ops that run again, and of copies to and from the host that nothing hides."""
+        recomputed = list(recomputed)
+        sizes = [self.waits[i][1].nbytes for i in recomputed if i in self.waits]
+        copying = self._link.seconds(sizes) if self._link is not None else 0.0
+        return sum(self.seconds[i] for i in recomputed if i in self.seconds) + copying
+
+    @cached_property
+    def dearest_waits(self) -> list[int]:
+        """Numbers of what may wait on the host, first what takes longest for a byte to compute again, or never is."""
+
+        def seconds_per_byte(wait: int) -> float:
+            k, trip = self.waits[wait]
+            op = int(self.spans.begin[k])
+            return self.seconds[op] / trip.nbytes if op in self.names else float("inf")
+
+        return sorted(self.waits, key=seconds_per_byte, reverse=True)
+
+    def away(self, wait: int, memory: EstimatedMemory) -> tuple[int, int]:
+        """The positions between which what waits on the host is not on the device."""
+        k, trip = self.waits[wait]
+        return int(memory.position[trip.out_wait]), self._return(wait, memory.position, memory.first_late_read)
+
+    def _return(self, wait: int, position: Positions, first_late: Positions) -> int:
+        k, trip = self.waits[wait]
+        return min(int(position[trip.back_launch]), int(first_late[k]))
 
     # ---- where copies stand
 
@@ -154,7 +186,13 @@ class MemoryEstimate:
         self._subtract_overwritten(total, position, ends, insertions, copies, copied)
         is_counted = np.array([k in copied.read and not self.is_parameter[k] for k in copied.storages], dtype=bool)
         own = bytes_held(begins[activations], ends[activations], spans.nbytes[activations], length)
-        made_again = frozenset(i for i in copies if i in self.seconds)
+        waiting = [i for i in dropped if i in self.waits and not is_gone[self.waits[i][0]]]
+        for i in waiting:
+            k, trip = self.waits[i]
+            away = slice(int(position[trip.out_wait]), self._return(i, position, first_late))
+            total[away] -= spans.nbytes[k]
+            own[away] -= spans.nbytes[k]
+        made_again = frozenset(i for i in copies if i in self.seconds).union(waiting)
         left = activations & self.is_forward  # of other micro-batches too
         in_flight = int((self.others[left] * spans.nbytes[left]).sum())
         return EstimatedMemory(

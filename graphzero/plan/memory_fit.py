@@ -13,11 +13,12 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from graphzero.errors import ConfigError
-from graphzero.ir import value
+from graphzero.ir import ops, value
 from graphzero.ir.storage.liveness import liveness
 from graphzero.passes import KeepGathered, Options
 from graphzero.passes.memory.keep_gathered import gathered_again
 from graphzero.passes.memory.recompute import merge_gathers
+from graphzero.passes.schedule.offload_activations import round_trips_of
 from graphzero.plan.budget import Limits
 from graphzero.plan.gather_candidates import Pairs, gather_candidates, param_bytes
 from graphzero.plan.gradient_order import in_best_order
@@ -49,10 +50,13 @@ Choices = Generator[Choice, TriedProgram, Result]  # a search: yields what is to
 
 
 class MemoryFit:
-    """The programs of these options that fit limits; what ``options.recompute`` names is computed again in all."""
+    """The programs of these options that fit limits; what ``options.recompute`` names is computed again in all.
 
-    def __init__(self, variants: Variants, options: Options):
-        self.variants, self.options = variants, options
+    offloads: whether values of forward may also wait on the host.
+    """
+
+    def __init__(self, variants: Variants, options: Options, offloads: bool = False):
+        self.variants, self.options, self.offloads = variants, options, offloads
 
     # ---- what is computed again
 
@@ -61,7 +65,9 @@ class MemoryFit:
         """The search on the step as it is before anything is computed again."""
         graph = self.variants.before("recompute", self.options)
         merge_gathers(graph)
-        return MemorySearch(MemoryEstimate(graph))
+        round_trips = round_trips_of(graph, self.options.bucket_bytes) if self.offloads else []
+        named = [trip for trip in round_trips if trip.x.target not in ops.COLLECTIVES]  # later passes rename these
+        return MemorySearch(MemoryEstimate(graph, round_trips=named))
 
     def checkpoint(self) -> Options:
         """Forward in segments, so that it leaves as little for backward as one run more of it allows."""
@@ -81,7 +87,9 @@ class MemoryFit:
         return TriedProgram(memory.peak, memory.activations)
 
     def _recomputing(self, ops: Ops) -> Options:
-        return replace(self.options, recompute=self.search.estimate.names_of(ops))
+        estimate = self.search.estimate
+        waiting = tuple(trip.name for i, (_, trip) in estimate.waits.items() if i in ops)
+        return replace(self.options, recompute=estimate.names_of(ops), offload_activations=waiting)
 
     def described(self, program: Candidate) -> Candidate:
         """The same, with words on what is computed again."""
@@ -92,6 +100,8 @@ class MemoryFit:
             if is_left and i in names:
                 left_by[names[i]] += int(nbytes)
         recomputed = [name for name in program.plan.recomputed if name in left_by]
+        if self.offloads and not recomputed:
+            return program
         line = (
             f"computed again in backward: {len(recomputed)} of {len(left_by)} values of forward, "
             f"{mega(sum(left_by[name] for name in recomputed))} of the {mega(sum(left_by.values()))} that it leaves; "
@@ -271,8 +281,12 @@ def best_choice(
     return min(tried, key=lambda choice: (over[choice], price(choice)))
 
 
-def activations_error(activations: int, smallest: Candidate, plain: Candidate) -> ConfigError:
-    """The error for bytes of activations that no program fits."""
+def activations_error(said: str, how: str, nbytes: int, smallest: Candidate, plain: Candidate) -> ConfigError:
+    """The error for bytes of activations that no program fits.
+
+    said: the setting that asks for ``nbytes``.  how: where also the smallest program, of which the plain one has none,
+    holds more.
+    """
     at = liveness(smallest.graph)
     spans = [span for span in at.spans() if span.category == "activations"]
     worst = int(at.over_time(spans).argmax())
@@ -285,11 +299,11 @@ def activations_error(activations: int, smallest: Candidate, plain: Candidate) -
     where = at.nodes[worst]
     least, before = smallest.plan.memory.activations, plain.plan.memory.activations
     return ConfigError(
-        f"set_activation_memory({activations}): the plan of {smallest.plan.name} on {smallest.plan.placement} holds at "
-        f"least {least:,} bytes of activations on a rank, {least - activations:,} too many, also where backward "
-        f"computes again what it can ({before:,} without)\n"
+        f"{said}: the plan of {smallest.plan.name} on {smallest.plan.placement} holds at "
+        f"least {least:,} bytes of activations on a rank, {least - nbytes:,} too many, also {how} "
+        f"({before:,} without)\n"
         f"  they are most at '{where.name}' in {value.phase_of(where)}: {shown}"
         f"{f', and {len(largest) - 3} more' if len(largest) > 3 else ''}\n"
-        f"  What it needs is config.set_activation_memory({least}); to need less: more "
+        f"  What it needs is config.{said.replace(str(nbytes), str(least))}; to need less: more "
         "micro-batches (config.set_gradient_accumulation_steps(n)), fewer samples per rank, or more ranks"
     )

@@ -1,10 +1,12 @@
-"""Search for the values that backward computes again, within limits of bytes, on a ``MemoryEstimate``.
+"""Search for the values that backward computes again, or that wait on the host, within limits of bytes, on a
+``MemoryEstimate``.
 
 Two ways lead to them, and the cheaper one is taken.  One begins with nothing: at the worst moment, of all candidates it
 takes those that free most bytes for a second, each with what it is computed from and is not held, until the limits
 hold.  The other begins with segments, as Chen et al. do (arXiv 1604.06174): forward is cut where little crosses, what
-crosses is held, and all between is computed again when backward comes there.  In the end what need not be computed
-again to stay within the limits is held after all, the dearest first.
+crosses is held, and all between is computed again when backward comes there.  Values that may wait on the host are
+candidates beside both, at the seconds by which their copies make the step longer.  In the end what need not be computed
+again, or go, to stay within the limits is held after all, the dearest first.
 """
 
 from __future__ import annotations
@@ -95,6 +97,9 @@ class MemorySearch:
         is_there = (memory.begins <= worst) & (memory.ends >= worst) | has_others
         later = is_there & (memory.first_late_read < length)
         freed = later & ((memory.first_late_read > worst) | has_others)
+        for wait in memory.recomputed & estimate.waits.keys():
+            begin, end = estimate.away(wait, memory)
+            freed[estimate.waits[wait][0]] &= not begin <= worst < end
         if is_total:
             freed &= (memory.position[estimate.end_forward] < worst) | has_others
         for op in sorted({int(i) for i in estimate.spans.begin[freed]}):
@@ -102,6 +107,21 @@ class MemorySearch:
                 candidate = self._candidate(op, ops, memory, freed, later)
                 if candidate is not None:
                     yield candidate
+        yield from self._waiting(memory, useless, worst)
+
+    def _waiting(self, memory: EstimatedMemory, useless: set[str], worst: int) -> Iterator[MemoryCandidate]:
+        """Candidates that could wait on the host at a position, each at what it costs beside those before it, which are
+        dearer to compute again."""
+        estimate, chosen = self.estimate, memory.recomputed
+        seconds = estimate.cost(chosen)
+        for wait in estimate.dearest_waits:
+            k, trip = estimate.waits[wait]
+            begin, end = estimate.away(wait, memory)
+            name, is_gone = f"{trip.name} on the host", int(estimate.spans.begin[k]) in memory.recomputed
+            if wait not in chosen and not is_gone and begin <= worst < end and name not in useless:
+                chosen = chosen | {wait}
+                before, seconds = seconds, estimate.cost(chosen)
+                yield MemoryCandidate(name, trip.nbytes, seconds - before, begin, end, frozenset({wait}))
 
     def _candidate(
         self, op: int, ops: Ops, memory: EstimatedMemory, freed: np.ndarray, later: np.ndarray
@@ -164,7 +184,7 @@ class MemorySearch:
         """Without ops, the dearest first, that need not run again to stay within the limits."""
         ops, memory = choice
         ops = ops & memory.recomputed
-        seconds = {i: self.estimate.seconds[i] for i in ops}
+        seconds = {i: self.estimate.cost((i,)) for i in ops}
         for op in sorted(ops, key=lambda i: (-seconds[i], i))[:SPARED]:
             fewer = ops - {op}
             after = self.estimate.recomputing(fewer)

@@ -24,7 +24,7 @@ from graphzero.ir.storage.liveness import Liveness
 from graphzero.ir.transfer_layout import TransferLayout, shape_on
 from graphzero.ir.value import DTYPE_NAMES, ScalarType, TensorType
 from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD, GROUPED_MM
-from graphzero.plan.device import Device
+from graphzero.plan.device import HOST_MEMORY, Device
 from graphzero.sbp.link_costs import Link
 from graphzero.sbp.op_call import argument_names
 
@@ -67,7 +67,7 @@ def plain(device_type: str) -> Device:
     if device_type == "cpu":
         link = {"inside": Link(5e-6, 2e9)}
         return Device(name, device_type, {"f32": 5e10}, memory=8e9, capacity=1 << 34, call=5e-6, links=link)
-    link = {"inside": Link(5e-6, 1e11)}
+    link = {"inside": Link(5e-6, 1e11), HOST_MEMORY: Link(1e-5, 2.5e10)}
     return Device(name, device_type, {"f32": 3e14}, memory=2e12, capacity=1 << 36, call=5e-6, links=link)
 
 
@@ -88,7 +88,9 @@ def work_of(at: Liveness, node: fx.Node) -> OpWork | None:
     Transfers are not asked for: see ``packing``.
     """
     target, graph = node.target, at.graph
-    if node.op != "call_function" or target is operator.getitem or value.is_scalar(node) or target is ops.accumulator:
+    if node.op != "call_function" or target is operator.getitem or value.is_scalar(node):
+        return None
+    if target in (ops.accumulator, ops.host_room):
         return None
     if target in ops.HOST_WAITS:
         return None

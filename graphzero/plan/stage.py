@@ -14,6 +14,7 @@ from graphzero.plan.attention_fit import describe_ways, fitting_way
 from graphzero.plan.budget import ANY, Budget, Limits, does_not_fit
 from graphzero.plan.gradient_order import in_best_order
 from graphzero.plan.memory_fit import MemoryFit, activations_error
+from graphzero.plan.offload.offload_fit import describe_offload, with_activations_on_host
 from graphzero.plan.plan import mega
 from graphzero.plan.tiles import described, fitting_tiles
 from graphzero.plan.variants import Candidate, Variants
@@ -22,6 +23,7 @@ from graphzero.plan.variants import Candidate, Variants
 # that no optimizer steps.  So one that comes later never sends less.
 STAGES = (1, 2, 3)
 ALL = ("*",)  # parameters
+AUTO = "auto"
 
 
 def choose(
@@ -32,6 +34,7 @@ def choose(
     stages: Sequence[int],
     budget: Budget | None = None,
     activations: int | str | None = None,
+    offload: int | str | None = None,
     verifies: bool = True,
 ) -> Candidate:
     """The program of a captured step.
@@ -43,6 +46,8 @@ def choose(
         attention over a split sequence, its largest values in tiles of rows, and then with values of forward computed
         again in backward until it fits.
     activations: the bytes of these that may be held, or "checkpoint"; None for what the budget leaves.
+    offload: the bytes of activations that may be on the device; others wait on the host.  "auto" for what the budget
+        leaves, and None for all.
     verifies: see ``Pipeline``.
 
     Raises:
@@ -51,7 +56,8 @@ def choose(
     variants = Variants(graph, own, verifies)
 
     def at_stage(options: Options, fits: bool = False) -> Candidate:
-        return _at_stage(variants, options, budget, activations, fits)
+        program = _at_stage(variants, options, budget, activations, fits, offload == AUTO)
+        return with_activations_on_host(variants, options, program, offload) if isinstance(offload, int) else program
 
     def smaller(options: Options, plain: Candidate) -> tuple[Options, Candidate]:
         assert budget is not None
@@ -106,11 +112,13 @@ def first_fitting(
 
 
 def _at_stage(
-    variants: Variants, options: Options, budget: Budget | None, activations: int | str | None, fits: bool = False
-) -> Candidate:
+    variants: Variants, options: Options, budget: Budget | None, activations: int | str | None, fits: bool = False,
+    offloads: bool = False,
+) -> Candidate:  # fmt: skip
     """The best program of a stage that fits, or the one of least memory.
 
     fits: whether values of forward are computed again until it fits the budget, and not only for ``activations``.
+    offloads: whether they may then also wait on the host.
     """
     options = gathered_once(options)
     plain = _best(variants, options, None if fits else budget)
@@ -119,11 +127,14 @@ def _at_stage(
     is_enough = not in_segments and limits.over(memory.peak, memory.activations) <= 0
     if is_enough or "backward" not in liveness(plain.graph).phase_end:
         return plain
-    fit = MemoryFit(variants, options)
+    fit = MemoryFit(variants, options, offloads and fits)
     smaller = fit.checkpoint() if in_segments else fit.recomputing(limits, plain)
     program = fit.described(_best(variants, smaller, budget))
+    if smaller.offload_activations:
+        program = program.decided(describe_offload(program))
     if not fits and program.plan.memory.activations > limits.activations:
-        raise activations_error(limits.activations, program, plain)
+        said, how = f"set_activation_memory({limits.activations})", "where backward computes again what it can"
+        raise activations_error(said, how, limits.activations, program, plain)
     return program
 
 

@@ -59,7 +59,7 @@ def program_of(
         return with_seconds(candidate.decided(*decisions), device)
     candidate = choose(
         graph, options, settings.user_passes, stages=stages, budget=budget,
-        activations=settings.activation_memory, verifies=verifies,
+        activations=settings.activation_memory, offload=settings.offload.activations, verifies=verifies,
     )  # fmt: skip
     choices = expert_choices(candidate.graph, candidate.history)
     candidate = candidate.decided(*expert_lines(candidate.graph, choices, settings.links))
@@ -91,7 +91,8 @@ def check_pipeline(settings: Settings, members: int) -> None:
     instead = {  # by settings that are on: what works with stages
         "set_optimizer_in_backward": settings.optimizer_in_backward
         and "less to hold: config.enable_zero(stage=3), config.set_memory_budget(bytes)",
-        "enable_offload": settings.offload.states and "states split over the data ranks, config.enable_zero(stage=1)",
+        "enable_offload": settings.offload.is_on
+        and "states split over the data ranks, config.enable_zero(stage=1), and config.set_activation_memory(...)",
         "set_split_experts": settings.split_experts == "exchange" and 'config.set_split_experts("auto")',
         "set_cuda_graph": settings.cuda_graph and 'compiled parts, config.set_executor("inductor")',
     }
@@ -150,11 +151,12 @@ def budget_of(settings: Settings, room: int | None) -> Budget | None:
     """The bytes at which a step may peak, if a budget is set."""
     if settings.memory_budget is not None:
         return Budget(settings.memory_budget)
-    if settings.zero.stage != AUTO:
+    if not settings.needs_budget:
         return None
     if not room:
+        said = 'enable_zero(stage="auto")' if settings.zero.stage == AUTO else 'enable_offload(activations="auto")'
         raise ConfigError(
-            'enable_zero(stage="auto") asks how much memory a cuda device has, and this process has none; say what '
+            f"{said} asks how much memory a cuda device has, and this process has none; say what "
             "a rank may have: config.set_memory_budget(bytes)"
         )
     return Budget(room, ", 0.9 of the device's memory")
@@ -163,7 +165,7 @@ def budget_of(settings: Settings, room: int | None) -> Budget | None:
 def options_of(settings: Settings, placed: Mapping[Role, Nd], pipeline_stages: tuple[str, ...] = ()) -> Options:
     """The options of the built-in passes, except those that the plan chooses."""
     zero = settings.zero
-    may_keep = settings.memory_budget is not None or zero.stage == AUTO
+    may_keep = settings.memory_budget is not None or settings.needs_budget
     return Options(
         placed=placed,
         shard_min_size=zero.shard_min_size,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graphzero.capture import GuardedAttributes
-from graphzero.config import AUTO, Settings
+from graphzero.config import Settings
 from graphzero.errors import ConfigError, GraphZeroError
 from graphzero.logs import event, is_on, working
 from graphzero.logs.progress import LongTask
@@ -205,4 +205,4 @@ class ProgramSelector:
 
 def _needs_room(settings: Settings) -> bool:
     """Return whether the program depends on the memory limit of the ranks; equal on all ranks."""
-    return settings.zero.stage == AUTO and settings.memory_budget is None
+    return settings.needs_budget and settings.memory_budget is None

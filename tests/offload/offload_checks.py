@@ -60,7 +60,7 @@ def check_a_folder_that_one_rank_cannot_write_is_an_error_on_both():
         graph = graph_of(1, {"path": f"{folder}/one"})
         create = MappedFile.create
         if dist.get_rank() == 1:
-            MappedFile.create = lambda _, nbytes: create(f"{folder}/1", nbytes)
+            MappedFile.create = lambda _, nbytes, what: create(f"{folder}/1", nbytes, what)
         try:
             results_of(graph, share=own_share())
         except gz.ConfigError as error:
@@ -80,3 +80,12 @@ def check_files_of_one_are_read_by_the_other():
         gz.load(plain, f"{folder}/checkpoint")
         found, expected = (results_of(graph, share=own_share()) for graph in (plain, with_offload))
         assert differences(found, expected) == []
+
+
+def check_activations_on_the_host_have_the_same_bits():
+    plain, moved = (graph_of(3, None) for _ in range(2))
+    expected = results_of(plain, share=own_share())
+    moved.config.enable_offload(activations=plain.plan.memory.activations - 1)
+    with strict_transfers():
+        assert differences(results_of(moved, share=own_share()), expected) == []
+    assert moved.plan.memory.activations < plain.plan.memory.activations

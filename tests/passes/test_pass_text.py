@@ -30,6 +30,7 @@ SAMPLES: dict[str, list[Any]] = {
     "masters": [True],
     "optimizer_in_backward": [True],
     "offload_states": [True],
+    "offload_activations": [(), ("gelu*", "h")],
     "links": [(Link(1e-05, 1e9),), (Link(0.0, 3.5), Link(2.5, 1e20))],
     "micro_batches": [1, 4],
     "whole_accumulators": [False, True],

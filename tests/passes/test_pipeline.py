@@ -48,7 +48,7 @@ update:
 
 
 PARTS = ("count_targets", "micro_batches", "tile_rows", "fuse_accumulate")  # which only parts of a batch need
-MOVED = ("delay_gradients", "optimizer_in_backward", "offload_states")
+MOVED = ("delay_gradients", "optimizer_in_backward", "offload_states", "offload_activations")
 FUSE = tuple(map(pass_name, Fuse().passes))
 
 
@@ -266,6 +266,7 @@ def test_a_pass_is_there_under_its_condition() -> None:
     everything = Options(
         stage=3, masters=True, recompute=("*",), keep_gathered=(), delay_gradients=True, optimizer_in_backward=True,
         micro_batches=2, tiles=2, pipeline_stages=("model@0",), offload_states=True, split_attention="ring",
+        offload_activations=("*",),
     )  # fmt: skip
     assert names(default_passes(everything)) == list(NAMES)
     for options, missing in (

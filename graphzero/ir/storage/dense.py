@@ -62,7 +62,7 @@ class Orders:
         room = inplace.out_of(node)
         if room is not None:
             return self.order_of(room)
-        if kind in (AliasKind.NAME, AliasKind.MARK):
+        if kind in (AliasKind.NAME, AliasKind.MARK) or target in (ops.host_room, *ops.HOST_COPIES):
             return self.order_of(node.all_input_nodes[0])
         if kind is AliasKind.TURN:
             return _turned(node, self.order_of(node.all_input_nodes[0]), dims)

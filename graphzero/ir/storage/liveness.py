@@ -191,8 +191,8 @@ class Liveness:
         A storage that holds a gradient at some time is ``gradients``; one that forward makes and that backward, the
         update or the caller reads is ``activations``, and so is what is computed again for backward to read; 16-bit
         copies of wider parameters are ``compute_parameters``; what adds up gradients of micro-batches is
-        ``accumulators``; what lies in host memory is ``host``; the rest are ``temporaries``, gathered parameters
-        among them.
+        ``accumulators``; what lies in host memory is ``host``, and ``activations`` on its way there and back, but for
+        states; the rest are ``temporaries``, gathered parameters among them.
         """
         category: dict[Storage, str] = {}
         gathered: set[Storage] = set()  # that hold parameters, whoever reads them later
@@ -284,7 +284,7 @@ def _first_category(storage: Storage) -> str:
     if memory_space.lies_on_host(node):
         return memory_space.HOST
     if node.target is ops.to_device_launch:
-        return RESIDENT["state"]
+        return RESIDENT["state"] if value.operand(node).op == "placeholder" else "activations"
     if role is not None and role.kind == "accumulator" and node.op != "placeholder":
         return "accumulators"
     if node.op == "placeholder":
@@ -309,5 +309,8 @@ def _category(node: fx.Node, storage: Storage, known: str, is_param: bool) -> st
         return "activations"
     if value.is_recomputed(storage[0]):
         return "activations" if not all(map(value.is_recomputed, node.users)) else known
-    outlives = any(value.phase_of(user) != "forward" or user.op == "output" for user in node.users)
+    outlives = any(
+        value.phase_of(user) != "forward" or user.op == "output" or user.target is ops.to_host_launch
+        for user in node.users
+    )
     return "activations" if outlives and value.phase_of(storage[0]) == "forward" else known

@@ -17,7 +17,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.printer import op_name
 from graphzero.ir.verifier.violation import nd_text, violation
 
-# The argument of an op on states in host memory that lies there.
+# The argument of an op between host memory and the device that lies on the host.
 _ON_HOST: Mapping[Any, int] = {
     ops.to_device_launch: 0,
     ops.to_device_wait: 1,
@@ -43,7 +43,7 @@ def check_spaces(graph: StepGraph, where: str) -> None:
             problem = f"{reader} '{read[0].name}', which lies in host memory"
             hint = "Bring it back first, by to_device_launch and to_device_wait, or by reload"
             raise violation(read[0] if node.op == "output" else node, where, problem, hint)
-        if node.target in ops.HOST_COPIES:
+        if node.target in (ops.host_room, *ops.HOST_COPIES):
             _check_copy(node, where)
 
 

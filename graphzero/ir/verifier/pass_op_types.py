@@ -144,23 +144,35 @@ def _assign(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _to_device_launch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    need(graph.level == "local", f"copies a state at level {graph.level}")
+    need(graph.level == "local", f"copies at level {graph.level}")
     need(len(args) == 1 and not kwargs, "takes 1 argument")
-    return _host_state(args[0])
+    is_filled = _is_from(args[0], ops.to_host_wait) and _is_from(_launch_of(args[0]).args[0], ops.host_room)
+    return _tensor(args[0]) if is_filled else _host_state(args[0])
 
 
 def _to_host_launch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    need(graph.level == "local", f"copies a state at level {graph.level}")
+    need(graph.level == "local", f"copies at level {graph.level}")
     need(len(args) == 2 and not kwargs, "takes 2 arguments")
-    old, new = _host_state(args[0]), _tensor(args[1])
+    is_room = _is_from(args[0], ops.host_room)
+    old, new = _tensor(args[0]) if is_room else _host_state(args[0]), _tensor(args[1])
     need(old == new, f"writes {new} into {old}")
     return old
+
+
+def _is_from(x: Any, op: Any) -> bool:
+    return isinstance(x, fx.Node) and x.target is op
+
+
+def _launch_of(wait: fx.Node) -> fx.Node:
+    launch = wait.args[0]
+    assert isinstance(launch, fx.Node)
+    return launch
 
 
 def _host_state(x: Any) -> TensorType:
     type_ = _tensor(x)
     good = x.op == "placeholder" and value.has_role(x, "state")
-    need(good, f"copies '{x.name}', which is not a state of an optimizer")
+    need(good, f"copies '{x.name}', which is neither a state of an optimizer nor in a host_room")
     return type_
 
 
@@ -233,7 +245,7 @@ FORMS: dict[str, Form] = {
     **{kind: _same(*one.arguments, casts=one.gathers) for kind, one in COLLECTIVES.items()},
     **{f"bucket_{kind}": _bucket(*one.arguments, casts=one.gathers) for kind, one in COLLECTIVES.items() if one.joins},
     "launch": _launch, "wait": _wait, "assign": _assign,
-    "to_device_launch": _to_device_launch, "to_device_wait": _host_wait(ops.to_device_launch, 0),
+    "host_room": _same(), "to_device_launch": _to_device_launch, "to_device_wait": _host_wait(ops.to_device_launch, 0),
     "to_host_launch": _to_host_launch, "to_host_wait": _host_wait(ops.to_host_launch, 1),
     "micro_batch": _micro_batch, "accumulator": _accumulator, "take": _in_turn("a", "dim", "i", "k"),
     "accumulate": _in_turn("a", "x", "i", "k", "how"), "put": _in_turn("a", "x", "dim", "i", "k"),

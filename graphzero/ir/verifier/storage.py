@@ -97,7 +97,8 @@ class _StorageWalk:
     def _check_read(self, node: fx.Node, operand: fx.Node, root: Storage | None) -> None:
         writer = self.written.get(root)
         is_use = node.op != "output" and node.target is not operator.getitem
-        if writer is not None and is_use and operand is not writer:
+        is_new = operand is writer or (operand.target is ops.to_host_wait and operand.args[0] is writer)
+        if writer is not None and is_use and not is_new:
             problem = f"'{node.name}' reads '{operand.name}' after '{writer.name}' wrote over it"
             raise violation(node, self.where, problem, f"Move '{writer.name}' below its last reader")
         if operand in self.spent and self.spent[operand] is not node:

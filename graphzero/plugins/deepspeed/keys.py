@@ -96,6 +96,10 @@ _ROUNDED = (
 _YOUR_LOOP = "your own loop, which has the loss, graph.grad_norm and the rates"
 _GATHERS = "set_memory_budget(bytes): what stays gathered is what fits"
 _OWN_CODE = "set_activation_memory('checkpoint' or bytes); code of deepspeed.checkpointing has to leave the model"
+_ON_HOST = (
+    "set_activation_memory('checkpoint'), and enable_offload(activations=bytes) for what of it may be on the device; "
+    "code of deepspeed.checkpointing has to leave the model"
+)
 _NOT_HERE = "there is none here, and the model would compute something else; take it out"
 _OFFLOAD = (
     "device nvme_path buffer_count buffer_size max_in_cpu pin_memory pipeline pipeline_read pipeline_write fast_init "
@@ -252,7 +256,7 @@ KEYS = (
     _replaced("zero_force_ds_cpu_optimizer", "states on the host are stepped on the device, by any optimizer", always),
     # ---- activations
     _replaced("activation_checkpointing.partition_activations", _OWN_CODE),
-    _replaced("activation_checkpointing.cpu_checkpointing", _OWN_CODE),
+    _replaced("activation_checkpointing.cpu_checkpointing", _ON_HOST),
     _replaced("activation_checkpointing.contiguous_memory_optimization", _OWN_CODE),
     _replaced("activation_checkpointing.number_checkpoints", _OWN_CODE),
     _replaced("activation_checkpointing.synchronize_checkpoint_boundary", _OWN_CODE),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, takewhile
 from typing import Any
 
@@ -33,6 +34,7 @@ from graphzero.runtime.execute.steps import Segment, Step
 from graphzero.runtime.execute.writes import Writes
 from graphzero.runtime.inductor.compiled import CompiledRegions
 from graphzero.runtime.inductor.region_ops import RegionOp
+from graphzero.runtime.world.host_copies import room_space
 from graphzero.runtime.world.world import World
 
 LOCAL_MOVES = (ops.slice_shard, ops.keep_first, ops.place_shard)
@@ -90,6 +92,7 @@ class _Compiler:
         self, graph: StepGraph, world: World, calls: CompiledRegions | None, arena: Arena | None, checking: bool
     ):
         self.graph, self.world, self.calls, self.checking = graph, world, calls, checking
+        self.file_end = 0  # bytes of a file that rooms for activations take
         self.places = Places(graph)
         self.code = Code(world, self.places)
         self.writes = Writes(graph, self.places, self.code)
@@ -151,6 +154,8 @@ class _Compiler:
         elif target is ops.accumulator:
             rooms = [kernels.accumulator(self.graph, node, self.world, local) for local in self.code.locals]
             self.code.fill(node, f"{self.code.per_rank(rooms)}()")
+        elif target is ops.host_room:
+            self._host_room(node)
         elif target in ops.IN_TURN:
             self.code.fill(node, self.code.call(kernels.IN_TURN[target], node.args, {}))
         elif (room := inplace.out_of(node)) is not None:
@@ -165,6 +170,14 @@ class _Compiler:
             )
         if target is CHECK and self.checking:
             self.code.add(f"{self.code.name(checks.met(node))}({self.code.text(node)})", node)
+
+    def _host_room(self, node: fx.Node) -> None:
+        """Room in host memory, if that is a file at a place of its own for each rank."""
+        space = room_space(self.graph, node, self.world.rank_ids)
+        offsets = [self.file_end + space * local for local in self.code.locals]
+        self.file_end += space * len(offsets)
+        rooms = [partial(self.world.host_copies.room_for, offset) for offset in offsets]
+        self.code.fill(node, f"{self.code.per_rank(rooms)}({self.code.text(node.args[0])})")
 
     def _host_copy(self, node: fx.Node) -> None:
         """Begin a copy between host memory and the device, or wait for one."""

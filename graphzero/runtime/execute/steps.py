@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, fx
 
-from graphzero.ir.memory_space import HOST, is_offload
+from graphzero.ir.memory_space import HOST, makes_on_host
 from graphzero.ir.pipeline_parts import PartCall
 from graphzero.ir.transfer import is_transfer
 
@@ -117,7 +117,7 @@ class Segment:
 
 
 def _metered(line: Line) -> list[tuple[str, fx.Node]]:
-    kind = HOST if is_offload(line.node.target) else "communication" if is_transfer(line.node) else "temporaries"
+    kind = HOST if makes_on_host(line.node.target) else "communication" if is_transfer(line.node) else "temporaries"
     texts = [f"m.enter({line.node.name!r}, {kind!r})", line.text]
     texts += [f"m.add_result(e[{place}], {names!r})" for place, names in line.makes]
     return [(text, line.node) for text in texts]

@@ -44,14 +44,14 @@ class Writes:
         self._once(at, f"e[{target}].copy_(e[{source}])", [old], [target])
 
     def begin_to_host(self, node: fx.Node, copies: HostCopies) -> None:
-        """Begin to copy a new state to host memory."""
+        """Begin to copy a new state, or what goes into a room, to host memory."""
         old, new = value.operand(node), value.operand(node, 1)
-        self.save(node, old.name)
+        self._save_before(node, old)
         target, source = self.places.of[old], self.saved.get(new, self.places.of[new])
         self._once(node, f"{self.code.name(copies.begin)}(e[{target}], e[{source}])", [old], [target])
 
     def end_to_host(self, node: fx.Node, copies: HostCopies) -> None:
-        """Wait until a new state is in host memory."""
+        """Wait until it is there."""
         target = self.places.of[node]
         call = f"{self.code.name(copies.end)}(e[{target}], e[{target}])"
         self._once(node, call, [self.places.home(node)], [target])

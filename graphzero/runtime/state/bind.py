@@ -40,12 +40,13 @@ def bind(
     """Lay out everything that ``graph`` keeps between calls; returns one tensor per local rank by placeholder.
 
     homes: placeholder -> the member of ``pp`` whose ranks alone keep it; all others are kept by all.
-    host: where states are kept that the program has in host memory.
+    host: where what the program has in host memory is kept.
     specs: its optimizer states.  found: ``state.tensors()``.  Every rank calls it for the same graph, when
     ``preflight`` has found nothing wrong, and the same on all ranks: when a plain tensor is first bound its values are
     taken from rank 0.
     """
     binder = _Binder(state, entries, graph.updates, homes, host)
+    host.place_rooms()
     if has_stages(state.ranks.placement):
         connect_axes(state.ranks.placement)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Optimizer states that a program has in host memory: ordinary, pinned beside a GPU, or a file."""
+"""Host memory of a program, ordinary, pinned beside a GPU, or a file: its states, and room for activations."""
 
 from __future__ import annotations
 
@@ -8,35 +8,52 @@ import torch
 from torch import Tensor
 
 from graphzero import _compat
-from graphzero.ir import value
+from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory_space import is_host_state
 from graphzero.ir.transfer_layout import nbytes_on
+from graphzero.runtime.world.host_copies import room_space
 from graphzero.runtime.world.mapped_file import MappedFile
 from graphzero.runtime.world.world import World
 
 
 class HostStates:
-    """Host memory of the states of a program that is being bound.
+    """Host memory of a program that is being bound.
 
-    folder: of the file that they go into; None for memory.
+    folder: of the files that states and activations go into; None for memory.
     """
 
     def __init__(self, graph: StepGraph, world: World, folder: str | None) -> None:
         self.graph, self.world, self.folder = graph, world, folder
         self.nodes = {node.name: node for node in graph.placeholders("state") if is_host_state(node)}
         self._file: MappedFile | None = None
+        self._rooms: MappedFile | None = None
 
     def reserve(self, present: Mapping[str, Tensor]) -> None:
-        """Have a file for the states that are not in one yet.  present: by placeholder, those that there are.
+        """Have a file for the states that are not in one yet, and one in which activations wait.  present: by
+        placeholder, those states that there are.
 
         Raises ConfigError where there is no room for it.
         """
+        rooms = self.graph.graph.find_nodes(op="call_function", target=ops.host_room)
+        ranks = self.world.rank_ids
+        nbytes = sum(room_space(self.graph, room, ranks) for room in rooms) * len(ranks)
+        if self.folder is not None and nbytes:
+            file = self.world.host_copies.rooms
+            is_enough = file is not None and file.folder == self.folder and len(file) >= nbytes
+            self._rooms = file if is_enough else MappedFile.create(self.folder, nbytes, "activations")
         missing = [name for name in self.nodes if not self._stays(present.get(name))]
         space = sum(MappedFile.space_of(self._nbytes(name)) for name in missing)
         if self.folder is not None and space:
-            self._file = MappedFile.create(self.folder, space)
+            self._file = MappedFile.create(self.folder, space, "optimizer states")
             self.world.host_copies.files.add(self._file)
+
+    def place_rooms(self) -> None:
+        """Let activations wait where there is room for them from now on."""
+        copies = self.world.host_copies
+        copies.rooms = self._rooms
+        if self._rooms is not None:
+            copies.files.add(self._rooms)
 
     def for_device(self, name: str, tensor: Tensor) -> Tensor:
         """A state as ``lay_out`` takes it: on the device, and in no file but the one where it is to stay."""

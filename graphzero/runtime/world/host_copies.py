@@ -6,12 +6,16 @@ has been begun.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.transfer_layout import nbytes_on
 from graphzero.runtime.transport.primitives import DONE, Handle, place_of
 from graphzero.runtime.world.mapped_file import MappedFile
 
@@ -20,14 +24,22 @@ class HostCopies:
     """Copies under way between the host memory of a process and its device, by where they arrive.
 
     files: in which host memory lies; their pages are given back behind each copy.
+    rooms: the file in which activations wait, None for ordinary memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.files: WeakSet[MappedFile] = WeakSet()
+        self.rooms: MappedFile | None = None
         self._streams: dict[str, Any] = {}  # by the device type to which a stream copies
         self._under_way: dict[Any, Handle] = {}
         self._last_to_host: Any = None  # the event behind the last copy to host memory
+
+    def room_for(self, offset: int, x: Tensor) -> Tensor:
+        """Host memory for a tensor of the device, laid out as it is; not filled.  offset: its place in a file."""
+        if self.rooms is not None:
+            return self.rooms.place(x, offset)
+        return torch.empty_like(x, device="cpu", pin_memory=self.device.type != "cpu")
 
     def begin_to_device(self, x: Tensor) -> Tensor:
         """Begin to copy a tensor in host memory to the device; returns the copy, not to be read before ``end``."""
@@ -81,6 +93,12 @@ class HostCopies:
             handle = self._under_way.popitem()[1]
             if self.device.type != "cpu":
                 handle.wait()
+
+
+def room_space(graph: StepGraph, room: fx.Node, ranks: Sequence[int]) -> int:
+    """Bytes of a file that a value of a ``host_room`` takes for each of some ranks."""
+    type_, nd = value.tensor_type(room), value.nd_of(room)
+    return MappedFile.space_of(max(nbytes_on(graph, type_, nd, rank) for rank in ranks))
 
 
 class _StreamCopy:

@@ -26,8 +26,8 @@ class MappedFile(mmap.mmap):
     address: int
 
     @classmethod
-    def create(cls, folder: str, nbytes: int) -> MappedFile:
-        """Create a file of ``nbytes`` in a folder, which is made if it is not there.
+    def create(cls, folder: str, nbytes: int, what: str) -> MappedFile:
+        """Create a file of ``nbytes`` in a folder, which is made if it is not there.  what: in words, goes into it.
 
         Raises ConfigError where it cannot be written, or the disk has no room for it.
         """
@@ -38,7 +38,7 @@ class MappedFile(mmap.mmap):
                 mapped = cls(file.fileno(), nbytes)
         except OSError as error:
             raise ConfigError(
-                f"enable_offload(path={folder!r}): {nbytes:,} bytes of optimizer states do not go there: "
+                f"enable_offload(path={folder!r}): {nbytes:,} bytes of {what} do not go there: "
                 f"{error.strerror or error}\n  Nothing has been changed. Give a folder that can be written, on a disk "
                 "with as much room for each rank of this host, or leave path out"
             ) from None
@@ -53,14 +53,19 @@ class MappedFile(mmap.mmap):
 
     def take(self, x: Tensor) -> Tensor:
         """A copy of a tensor in the next free place of the file, laid out as it is."""
+        copy = self.place(x, self.used).copy_(x)
+        self.used += self.space_of(x.numel() * x.element_size())
+        if x.numel():
+            self.release(copy)
+        return copy
+
+    def place(self, x: Tensor, offset: int) -> Tensor:
+        """A tensor at a place in the file, laid out as ``x`` is; what is there stays."""
         nbytes = x.numel() * x.element_size()
         if not nbytes:
-            return x.clone()
-        flat = torch.frombuffer(self, dtype=torch.uint8, count=nbytes, offset=self.used).view(x.dtype)
-        self.used += self.space_of(nbytes)
-        copy = flat.as_strided(x.shape, torch.empty_like(x, device="meta").stride()).copy_(x)
-        self.release(copy)
-        return copy
+            return torch.empty_like(x, device="cpu")
+        flat = torch.frombuffer(self, dtype=torch.uint8, count=nbytes, offset=offset).view(x.dtype)
+        return flat.as_strided(x.shape, torch.empty_like(x, device="meta").stride())
 
     def holds(self, x: Tensor) -> bool:
         """Return whether a tensor lies in the file."""

@@ -71,7 +71,7 @@ MUTATIONS = {  # what is replaced, and by what: what verify says
     ("add(to_device_wait, g, out=to_device_wait)", "add(to_device_launch, g)"): "is not the only reader|under way",
     ("(to_device_launch, wm) ", "(to_device_launch, vm) "): "is not told what 'to_device_launch' copies",
     ("update(wm=to_host_wait,", "update(wm=to_host_launch,"): "'output' reads 'to_host_launch', which is under way",
-    ("to_host_launch(vm, vm1) ", "to_host_launch(v, vm1) "): "copies 'v', which is not a state of an optimizer",
+    ("to_host_launch(vm, vm1) ", "to_host_launch(v, vm1) "): "copies 'v', which is neither a state of an optimizer",
     (
         "to_device_launch(wm)                       : f32[64]  S(0)",
         "to_device_launch(wm) : f32[64]  B",

@@ -1,0 +1,1 @@
+"""Plans of programs whose activations wait on the host."""
