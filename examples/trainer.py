@@ -47,7 +47,8 @@ class EvaluationGraph(gz.Graph):
         super().__init__()
         self.model, self.compute_loss = trainer.model, trainer.compute_loss
         self.config.enable_amp(trainer.args.bf16)
-        trainer.configure(self.config)
+        trainer.configure(self.config)  # for its shapes
+        self.config.enable_zero(False)  # what is split is split by the TrainerGraph, which has the optimizer
 
     def build(self, inputs: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
         if "labels" not in inputs:

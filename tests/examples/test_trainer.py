@@ -62,6 +62,7 @@ def runs(rank: int, folder: Path) -> None:
         told = {"save_strategy": "steps", "save_steps": 2, "max_steps": STEPS, "eval_strategy": "steps"}
         told |= {"eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
         told |= {"greater_is_better": True}  # so that it is not the last one
+        told |= {"eval_on_start": checkpoint is None}
         data = trainer.windows(90, 16)
         made = kind(
             trainer.make_model(16, 16), trainer.arguments(str(folder / name), **told), train_dataset=data[:80],
@@ -158,9 +159,9 @@ def test_a_trainer_of_graphs_is_the_trainer_on_two_ranks(tmp_path):
     start_as_torchrun(runs, (tmp_path,), 2)
     for key in ("loss", "grad_norm", "eval_loss", "learning_rate"):
         plain = found(tmp_path, "plain", key)
-        assert len(plain) == (3 if key == "eval_loss" else STEPS)
+        assert len(plain) == (4 if key == "eval_loss" else STEPS)
         if key == "eval_loss":
-            assert plain[2] == max(plain[:2]) != plain[1]  # of the best model, which was loaded at the end
+            assert plain[3] == max(plain[1:3]) != plain[2]  # of the best model, which was loaded at the end
         for name in ("stage 3", "resumed"):
             assert found(tmp_path, name, key) == pytest.approx(plain, rel=1e-5), (name, key)
     for stream, steps in ((False, 2), (True, 3)):
