@@ -58,7 +58,8 @@ def _same_numbers(request: pytest.FixtureRequest) -> Iterator[None]:
             from other_kernels import other_kernels
 
             stack.enter_context(other_kernels())
-        if request.config.getoption("--strict-transfers") and "at_once" not in request.keywords:
+        marked = request.node.get_closest_marker
+        if marked("strict") or request.config.getoption("--strict-transfers") and not marked("at_once"):
             from graphzero.testing import strict_transfers
 
             stack.enter_context(strict_transfers())

@@ -21,6 +21,7 @@ from graphzero.sbp import B, S
 from graphzero.testing import assert_same_step
 
 pytestmark = [
+    pytest.mark.strict,
     pytest.mark.filterwarnings("ignore:no axis of"),
     pytest.mark.filterwarnings("ignore:every rank of dp computes the whole gradient"),
 ]

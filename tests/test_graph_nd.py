@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import graphzero as gz
 from graphzero.sbp import B, S
 
+pytestmark = pytest.mark.strict
 HYBRID = ("dp_replicate", "dp_shard")
 D = torch.float64
 

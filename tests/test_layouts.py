@@ -36,6 +36,8 @@ GRID = "dp2 x tp2"
 TRANSFORMERS = ("encoder", "gpt2, 4 heads", "llama", "bert, 4 heads", "vit, 4 heads", "t5, 4 heads")
 ROUTING = ("modeling_qwen3_moe.py", "moe.py")  # where tokens are sent to experts
 
+pytestmark = pytest.mark.strict
+
 
 @pytest.fixture(autouse=True)
 def every_op_has_a_rule():

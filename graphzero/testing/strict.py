@@ -80,6 +80,7 @@ class StrictTransfer:
         with _compat.no_modes(), torch.no_grad():
             for (outs, ins), sent in zip(self.groups, self.sent, strict=True):
                 self._check(outs, ins, sent)
+            for (outs, _), sent in zip(self.groups, self.sent, strict=True):  # which may share what they fill
                 self._move(outs, sent)
 
     def _check(self, outs: Sequence[Tensor], ins: Sequence[Tensor], sent: Sequence[Tensor]) -> None:

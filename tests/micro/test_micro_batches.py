@@ -27,6 +27,7 @@ import graphzero as gz
 from graphzero.ir import ops, value
 from graphzero.ir.verifier.verify import verify
 
+pytestmark = pytest.mark.strict
 B, S = gz.sbp.B, gz.sbp.S
 
 

@@ -22,6 +22,8 @@ from graphzero.schedules import GENERATORS
 sys.path.insert(0, str(Path(__file__).parents[1] / "schedules"))
 from random_schedules import random_rows  # noqa: E402
 
+pytestmark = pytest.mark.strict  # members that send each other messages, as processes do
+
 STAGES_A_RANK = {"interleaved": 2, "looped_bfs": 2, "interleaved_zero_bubble": 2, "zbv": 2}
 
 

@@ -10,6 +10,7 @@ from graphzero.ir.transfer import transfer_of
 from graphzero.ir.transfer_layout import LONG, lay_out
 from graphzero.testing import trace_step
 
+pytestmark = pytest.mark.strict
 WIDTH = 256
 
 

@@ -73,10 +73,10 @@ def test_the_trace_counts_calls_and_bytes_per_rank_and_ignores_an_axis_of_one() 
 def test_a_virtual_world_sums_bools_and_takes_maxima() -> None:
     world = VirtualWorld(placement("cpu", range(2), virtual=True))
     flags = [torch.tensor([True, False, False]), torch.tensor([True, True, False])]
-    world.begin("all_reduce", flags, flags, "dp")
+    world.begin("all_reduce", flags, flags, "dp").wait()
     assert flags[1].tolist() == [True, True, False]
     values = [torch.tensor([1, 9]), torch.tensor([2, -3])]
-    world.begin("all_reduce", values, values, "dp", "min")
+    world.begin("all_reduce", values, values, "dp", "min").wait()
     assert values[0].tolist() == [1, -3]
 
 

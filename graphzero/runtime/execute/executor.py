@@ -174,6 +174,7 @@ class Executor:
     def _allocate(self) -> None:
         if self._template:
             return
+        self.world.forget()  # a stopped run of another program may have begun transfers in the arena, which may move
         with torch.inference_mode(False):  # slots live longer than an inference mode that happens to be on
             for slot in self._slot_bytes:
                 self.slots[slot] = self._slot_buffers.allocate(slot)
