@@ -83,7 +83,8 @@ def check_files_of_one_are_read_by_the_other():
 
 
 def check_activations_on_the_host_have_the_same_bits():
-    plain, moved = (graph_of(3, None) for _ in range(2))
+    plain, moved = (graph_of(3, None, deeper=6) for _ in range(2))
+    moved.config.bucket_bytes = 1
     expected = results_of(plain, share=own_share())
     moved.config.enable_offload(activations=plain.plan.memory.activations - 1)
     with strict_transfers():

@@ -22,12 +22,16 @@ BUCKET = 200  # bytes: some parameters share one, others do not
 
 
 class OffloadGraph(gz.Graph):
-    """A step of a small net.  average: whether an exponential average follows it."""
+    """A step of a small net.  average: whether an exponential average follows it.  deeper: more layers."""
 
-    def __init__(self, optimizer="adamw", stage=0, where=None, steps=1, clip=None, average=False, dtype=torch.float32):
+    def __init__(self, optimizer="adamw", stage=0, where=None, steps=1, clip=None, average=False, dtype=torch.float32,
+                 deeper=0):  # fmt: skip
         super().__init__(where or gz.placement("cpu", range(3), virtual=True))
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, 5)).to(dtype)
+        middle = [layer for _ in range(deeper) for layer in (nn.Linear(7, 7), nn.Tanh())]
+        self.model = nn.Sequential(
+            nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU(), *middle, nn.Linear(7, 5)
+        ).to(dtype)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.add_optimizer(self.optimizer, clip_grad_norm=clip)
         if average:
