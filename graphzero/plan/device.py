@@ -106,18 +106,18 @@ class Device:
         return cls.from_dict(read_json(path, what, "`graphzero calibrate` writes such a file"), what)
 
     @classmethod
-    def from_dict(cls, found: Any, what: str = "device") -> Device:
+    def from_dict(cls, numbers: Any, what: str = "device") -> Device:
         """Of plain dicts and numbers.  Raises ConfigError for what is missing or unknown, and says it."""
-        if not isinstance(found, Mapping):
-            raise ConfigError(f"{what}: it holds {type(found).__name__}, not a device; see graphzero/plan/devices")
-        fields = {name: found[name] for name in cls.__dataclass_fields__ if name in found}
+        if not isinstance(numbers, Mapping):
+            raise ConfigError(f"{what}: it holds {type(numbers).__name__}, not a device; see graphzero/plan/devices")
+        fields = {name: numbers[name] for name in cls.__dataclass_fields__ if name in numbers}
         needed = ("name", "type", "flops", "memory", "capacity", "call")
         missing = [name for name in needed if name not in fields]
         if missing:
             raise ConfigError(
                 f"{what}: nothing is said of {', '.join(missing)}; `graphzero calibrate` writes such a file"
             )
-        unknown = [name for name in found if name not in fields and name not in BESIDE]
+        unknown = [name for name in numbers if name not in fields and name not in BESIDE]
         if unknown:
             raise ConfigError(
                 f"{what}: nothing is called {unknown[0]!r}; a device has {', '.join(cls.__dataclass_fields__)}"

@@ -35,8 +35,8 @@ SMALL, MORE = 8_000, 16  # in a program of n nodes, SMALL // n others are tried 
 
 Choice = TypeVar("Choice", bound=Hashable)
 Result = TypeVar("Result")
-Kept = frozenset[str]  # paths of parameters that stay gathered
-NOTHING_KEPT: Kept = frozenset()
+GatheredOnce = frozenset[str]  # paths of parameters that stay gathered
+NOTHING_KEPT: GatheredOnce = frozenset()
 
 
 class TriedProgram(NamedTuple):
@@ -124,10 +124,10 @@ class MemoryFit:
             if best.peak > budget:
                 return program
         sizes = param_bytes(best.graph)
-        kept, every = (mega(sum(sizes[path] for path in paths)) for paths in (best.plan.kept, self.pairs))
+        once, every = (mega(sum(sizes[path] for path in paths)) for paths in (best.plan.kept, self.pairs))
         line = (
             f"gathered once a step: {len(best.plan.kept)} of the {len(self.pairs)} parameters that backward reads, "
-            f"{kept} of {every}, within {mega(budget)} per rank"
+            f"{once} of {every}, within {mega(budget)} per rank"
         )
         return best.decided(line)
 
@@ -144,17 +144,17 @@ class MemoryFit:
         candidates = gather_candidates(nothing.graph, nothing.plan, self.pairs)
         programs = {NOTHING_KEPT: nothing}
 
-        def choose(limits: Limits) -> tuple[Kept, int, int]:
-            kept = hold_most(total, candidates, limits.total)
-            return kept, int(held_bytes(total, candidates, kept).max()), 0
+        def choose(limits: Limits) -> tuple[GatheredOnce, int, int]:
+            paths = hold_most(total, candidates, limits.total)
+            return paths, int(held_bytes(total, candidates, paths).max()), 0
 
-        def make(kept: Kept) -> TriedProgram:
-            if kept not in programs:
-                programs[kept] = self._keeping(sorted(kept))
-            return TriedProgram(programs[kept].peak, 0)
+        def make(paths: GatheredOnce) -> TriedProgram:
+            if paths not in programs:
+                programs[paths] = self._keeping(sorted(paths))
+            return TriedProgram(programs[paths].peak, 0)
 
-        def price(kept: Kept) -> tuple[float, ...]:
-            return programs[kept].cost
+        def price(paths: GatheredOnce) -> tuple[float, ...]:
+            return programs[paths].cost
 
         close = (budget - nothing.peak) // NEAR
         tried = {NOTHING_KEPT: make(NOTHING_KEPT)}

@@ -45,13 +45,13 @@ def fitting_tiles(
     return best_so_far
 
 
-def described(variants: Variants, options: Options, made: Candidate) -> Candidate:
+def described(variants: Variants, options: Options, candidate: Candidate) -> Candidate:
     """The same, with words on its tiles."""
     try:
         region = region_of(variants, options)
     except NoRegion as error:
-        return made.decided(behind=f"nothing is computed in {options.tiles} tiles of rows: {error}")
-    return made.decided(
+        return candidate.decided(behind=f"nothing is computed in {options.tiles} tiles of rows: {error}")
+    return candidate.decided(
         behind=f"in {region.count} tiles of rows: '{region.largest.name}', {mega(region.nbytes)} in one piece, and "
         f"{len(region.nodes) - 1} more values around it"
     )

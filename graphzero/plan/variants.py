@@ -69,7 +69,7 @@ class Variants:
         """
         passes = self._passes(options, own_until)
         if self._made is None or self._shared(passes) < max(len(passes), len(self._ran)):
-            graph = self._run(passes, given)
+            graph = self._run_passes(passes, given)
             plan = replace(plan_of(graph, links=options.links), stage=options.stage, recomputed=options.recompute)
             self._made = Candidate(graph, self.history, plan)
         return self._made
@@ -77,13 +77,13 @@ class Variants:
     def before(self, name: str, options: Options) -> StepGraph:
         """The graph that the built-in pass ``name`` is given, or would be if it were there; callers may change it."""
         passes = default_passes(options, self.own, until=name)
-        graph = self._run(passes)
+        graph = self._run_passes(passes)
         self._given = (graph, self._ran[len(passes) - 1][1]) if passes else None
         return graph
 
     def draft(self, options: Options, own_until: str) -> StepGraph:
         """The graph of ``candidate`` for its plan alone: it is not verified, which takes most of the time."""
-        return run_unverified(self._run(default_passes(options, self.own, until=own_until)), options, own_until)
+        return run_unverified(self._run_passes(default_passes(options, self.own, until=own_until)), options, own_until)
 
     @property
     def history(self) -> list[Record]:
@@ -99,7 +99,7 @@ class Variants:
             return default_passes(options, self.own)
         return [*default_passes(options, self.own, until=own_until), *default_passes(options, since=own_until)]
 
-    def _run(self, passes: Sequence[Pass], given: StepGraph | None = None) -> StepGraph:
+    def _run_passes(self, passes: Sequence[Pass], given: StepGraph | None = None) -> StepGraph:
         shared = self._shared(passes)
         last = self._ran[shared - 1][1] if shared else None
         if last is not None and shared == len(passes):

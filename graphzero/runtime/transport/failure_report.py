@@ -117,11 +117,11 @@ class Attempt(Generic[T]):
         self._results: list[T] = []
         self._error: BaseException | None = None
         try:
-            threading.Thread(target=self._run, daemon=True).start()
+            threading.Thread(target=self._call_function, daemon=True).start()
         except RuntimeError:
-            self._run()
+            self._call_function()
 
-    def _run(self) -> None:
+    def _call_function(self) -> None:
         try:
             self._results.append(self._function())
         except BaseException as error:  # noqa: BLE001 - raised by ``result``
