@@ -133,6 +133,6 @@ def no_such_setting(kind: type, name: str) -> str:
     near = [about[close] for close in difflib.get_close_matches(_VERB.sub("", name), about, cutoff=0.5)]
     guess = f"Did you mean {' or '.join(near)}? " if near else ""
     return (
-        f"there is no such setting. {guess}"
-        f"Settings are made by {', '.join(methods.values())}, and the attributes {', '.join(assigned)}"
+        f"there is no such setting. {guess}Settings are made by\n  {', '.join(methods.values())}\n  and the attributes "
+        f"{', '.join(assigned)}"
     )

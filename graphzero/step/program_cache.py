@@ -139,7 +139,7 @@ class ProgramCache:
             f"{self.source.name} has compiled {self._made} programs{limit}; what keeps changing: {', '.join(changing)}"
             ". Pad inputs to few shapes (config.set_shapes), pass numbers that change as floats or 0-d tensors, keep "
             "modules in the same mode",
-            stacklevel=8,
+            stacklevel=9,
         )
 
 

@@ -110,7 +110,7 @@ class UserGraph:
         warnings.warn(
             f"the {kind} of optimizer {index} was stepped between two calls of {self.name}, which steps it after each "
             "training call: it is twice as far. Leave out scheduler.step(), or give add_optimizer no lr_sch",
-            stacklevel=8,
+            stacklevel=9,
         )
 
     @property

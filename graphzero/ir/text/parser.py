@@ -26,6 +26,7 @@ from graphzero.ir.pipeline_stages import stage_of
 from graphzero.ir.text.lexer import MOST_DIMS, LineReader, read_sbp
 from graphzero.ir.text.printer import FORMAT
 from graphzero.ir.value import DTYPE_NAMES, PHASES, PLACEHOLDER_KINDS, ScalarType, TensorType
+from graphzero.ops import MOVE
 from graphzero.sbp.placement import Placement, placement
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -188,6 +189,8 @@ class _Parser:
             raise self.fail(f"{text!r:.80} is not the number of a pipeline stage, @0")
         if text and node.op == "placeholder":
             node.meta["stage"] = int(text)
+        if node.target is MOVE and not (len(node.args) == 2 and type(node.args[1]) is int and node.args[1] >= 0):
+            raise self.fail("move takes a value and the number of a pipeline stage, move(x, 1)")
         self.stages[node] = stage_of(node, self.stages)
         if text and self.stages[node] != int(text):
             follows = "no stage" if self.stages[node] is None else f"stage {self.stages[node]}"
