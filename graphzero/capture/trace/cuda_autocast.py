@@ -45,7 +45,10 @@ WIDEST = {
     "scatter_add",
 }  # fmt: skip
 REFUSED = {"binary_cross_entropy"}
-_WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
+_WITH_DTYPE = {
+    "norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype",
+    "norm.names_ScalarOpt_dim": "names_ScalarOpt_dim_dtype",  # before torch 2.13
+}  # fmt: skip
 
 Rule = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]  # an overload's arguments -> those that it is called with
 
