@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -26,7 +24,7 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 from _run import average, markdown, on_gloo, options_of
-from step_time import Timed, ms
+from step_time import Timed, ms, time_in_turn
 from systems import adamw
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -128,25 +126,9 @@ def time_systems(rank: int, options: argparse.Namespace) -> dict[str, Timed]:
     whole = [gpt(shape_of(options)).batch(step, options.batch) for step in range(4)]
     batches = [[x.chunk(options.ranks, 1)[rank].contiguous() for x in batch] for batch in whole]
     steps = {name: SYSTEMS[name](options) for name in options.systems}
-    losses = {name: [average(float(step(*batches[0])))] for name, step in steps.items()}
-    seconds: dict[str, list[list[float]]] = defaultdict(list)
-    cpu: dict[str, list[list[float]]] = defaultdict(list)
-    names = list(steps)
-    for turn in range(options.rounds):
-        first = turn % len(names)
-        for name in [*names[first:], *names[:first]]:
-            seconds[name].append([])
-            cpu[name].append([])
-            for i in range(options.steps):
-                dist.barrier()
-                used, started = time.process_time(), time.perf_counter()
-                loss = steps[name](*batches[(turn * options.steps + i) % len(batches)])
-                dist.barrier()
-                if i:
-                    seconds[name][-1].append(time.perf_counter() - started)
-                    cpu[name][-1].append(time.process_time() - used)
-                losses[name].append(average(float(loss)))
-    return {name: Timed(seconds[name], average(cpu[name]), losses[name]) for name in names}
+    return time_in_turn(
+        steps, batches, options.rounds, options.steps, lambda loss: average(float(loss)), between_barriers=True
+    )
 
 
 def time_table(times: Mapping[str, Timed]) -> str:

@@ -20,8 +20,6 @@ import argparse
 import logging
 import os
 import sys
-import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -31,9 +29,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
-from _run import average, markdown, on_gloo, options_of
+from _run import markdown, on_gloo, options_of
 from peak_memory import MALLOC, high_water, mb, reset
-from step_time import Timed, ms
+from step_time import Timed, ms, time_in_turn
 from systems import adamw
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
@@ -255,25 +253,7 @@ def time_systems(rank: int, options: argparse.Namespace) -> dict[str, Timed]:
     batches = [gpt(SIZES[options.model]).batch(step, SIZES[options.model].batch) for step in range(4)]
     systems = {s.name: s for s in SYSTEMS if s.name in options.systems}
     steps = {name: s.begin(pipeline_of(s, options)) for name, s in systems.items()}
-    losses = {name: [loss_of(step(*batches[0]))] for name, step in steps.items()}
-    seconds: dict[str, list[list[float]]] = defaultdict(list)
-    cpu: dict[str, list[list[float]]] = defaultdict(list)
-    names = list(steps)
-    for turn in range(options.rounds):
-        first = turn * 5 % len(names)
-        for name in [*names[first:], *names[:first]]:
-            seconds[name].append([])
-            cpu[name].append([])
-            for i in range(options.steps):
-                dist.barrier()
-                used, started = time.process_time(), time.perf_counter()
-                loss = steps[name](*batches[(turn * options.steps + i) % len(batches)])
-                dist.barrier()
-                if i:
-                    seconds[name][-1].append(time.perf_counter() - started)
-                    cpu[name][-1].append(time.process_time() - used)
-                losses[name].append(loss_of(loss))
-    return {name: Timed(seconds[name], average(cpu[name]), losses[name]) for name in names}
+    return time_in_turn(steps, batches, options.rounds, options.steps, loss_of, between_barriers=True)
 
 
 def time_table(times: Mapping[str, Timed]) -> str:

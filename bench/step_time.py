@@ -26,8 +26,9 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 from _run import average, markdown, on_gloo, options_of, save
@@ -179,24 +180,43 @@ def work(
     batches = [workload.part(step, rank, ranks) for step in range(BATCHES)]
     systems = {s.name: s for s in chosen(names)}
     running = {name: s.begin(workload) for name, s in systems.items()}
-    losses = {}
-    for name, step in running.items():
-        losses[name] = [mean(step(*batches[0]))]  # compiles
+    return time_in_turn({name: running[name] for name in names}, batches, rounds, steps, mean)
+
+
+def time_in_turn(
+    steps: Mapping[str, Callable[..., Any]],
+    batches: Sequence[Any],
+    rounds: int,
+    count: int,
+    loss_of: Callable[[Any], float],
+    between_barriers: bool = False,
+) -> dict[str, Timed]:
+    """Every rank: alternate rounds of ``count`` steps of each system, the first of which does not count.
+
+    batches: arguments of a step, in turn.  loss_of: the loss from what a step returns, the same on all ranks.
+    between_barriers: a step is timed until all ranks have ended it, so that it is the slowest rank's.
+    """
+    losses = {name: [loss_of(step(*batches[0]))] for name, step in steps.items()}  # compiles
     seconds: dict[str, list[list[float]]] = defaultdict(list)
     cpu: dict[str, list[list[float]]] = defaultdict(list)
+    names = list(steps)
     for turn in range(rounds):
         first = turn * 5 % len(names)  # not always the same one before
         for name in [*names[first:], *names[:first]]:
             dist.barrier()
             seconds[name].append([])
             cpu[name].append([])
-            for i in range(steps):
+            for i in range(count):
+                if between_barriers:
+                    dist.barrier()
                 used, started = time.process_time(), time.perf_counter()
-                loss = running[name](*batches[(turn * steps + i) % BATCHES])
+                result = steps[name](*batches[(turn * count + i) % len(batches)])
+                if between_barriers:
+                    dist.barrier()
                 if i:
                     seconds[name][-1].append(time.perf_counter() - started)
                     cpu[name][-1].append(time.process_time() - used)
-                losses[name].append(mean(loss))
+                losses[name].append(loss_of(result))
     return {name: Timed(seconds[name], average(cpu[name]), losses[name]) for name in names}
 
 
