@@ -189,5 +189,5 @@ def test_a_name_near_to_none_is_refused_with_all():
     with pytest.raises(gz.ConfigError) as caught:
         config().xyz = 3
     text = str(caught.value)
-    assert text.startswith("config.xyz = 3: there is no such setting. Settings are made by enable_zero(...), ")
+    assert text.startswith("config.xyz = 3: there is no such setting. Settings are made by\n  enable_zero(...), ")
     assert all((f"{one.method}(...)" if one.method else one.name) in text for one in ALL)
