@@ -5,8 +5,9 @@
     python bench/sequence_peers.py --systems "graphzero, ring" DeepSpeed
 
 All train the same GPT from the same weights with fused AdamW on the same sequences, of which each rank holds a piece.
-DeepSpeed is its ``DistributedAttention`` in a model that is written for pieces, under DDP; it is there if it can be
-imported (``pip install deepspeed``).  torch's ``context_parallel`` has no attention for a CPU (docs/sequences.md).
+*In turn*: tokens are dealt out in turn, so that ranks have equal work under the causal mask.  DeepSpeed is its
+``DistributedAttention`` in a model that is written for pieces, under DDP; it is there if it can be imported (``pip
+install deepspeed``).  torch's ``context_parallel`` has no attention for a CPU (docs/sequences.md).
 A step is timed from a barrier of all ranks to the next, optimizer included.  Rounds alternate, in another order each;
 a round's first step does not count.  A ratio is that of medians in one round; shown are its median over rounds and its
 quartiles.  *CPU* are the processor's seconds in a step, mean over ranks.
@@ -35,7 +36,7 @@ import graphzero as gz
 from graphzero.sbp import S
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of [batch, length, heads, dim] each
-Step = Callable[[Tensor, Tensor], Tensor]  # this rank's pieces -> the loss, of these or of all
+Step = Callable[[Tensor, Tensor], Tensor]  # whole sequences -> the loss, of this rank's piece or of all
 
 
 def shape_of(options: argparse.Namespace) -> Shape:
@@ -50,14 +51,14 @@ def model_of(options: argparse.Namespace) -> GPT:
 class Train(gz.Graph):
     """A step on pieces of sequences."""
 
-    def __init__(self, options: argparse.Namespace, way: str, executor: str):
+    def __init__(self, options: argparse.Namespace, way: str, executor: str, sections: int = 1):
         super().__init__(gz.placement("cpu", [list(range(options.ranks))], names=("dp", "cp")))
         self.model = model_of(options)
         self.add_optimizer(adamw(self.model))
         self.config.set_split_attention(way)
         self.config.set_executor(executor)
         for name in ("x", "y"):
-            self.config.set_input(name, sbp=(S(0), S(1)))
+            self.config.set_input(name, sbp=(S(0), S(1, sections)))
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:
         loss: Tensor = self.model(x, y)
@@ -65,8 +66,18 @@ class Train(gz.Graph):
         return loss
 
 
-def graphzero(options: argparse.Namespace, way: str, executor: str = "eager") -> Step:
-    return Train(options, way, executor)
+def graphzero(options: argparse.Namespace, way: str, executor: str = "eager", in_turn: bool = False) -> Step:
+    """A step with contiguous pieces, or with tokens that are dealt out in turn."""
+    ranks, rank = options.ranks, dist.get_rank()
+    if not in_turn:
+        train = Train(options, way, executor)
+        return lambda x, y: train(piece_of(x), piece_of(y))
+    striped = Train(options, way, executor, options.length // ranks)
+    return lambda x, y: striped(x[:, rank::ranks].contiguous(), y[:, rank::ranks].contiguous())
+
+
+def piece_of(x: Tensor) -> Tensor:
+    return x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
 
 
 class PieceOfGPT(nn.Module):
@@ -104,7 +115,7 @@ def deepspeed(options: argparse.Namespace) -> Step:
     piece = DistributedDataParallel(PieceOfGPT(model, lambda q, k, v: exchange(q, k, v, 0)))
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        loss: Tensor = piece(x, y)
+        loss: Tensor = piece(piece_of(x), piece_of(y))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -116,6 +127,7 @@ def deepspeed(options: argparse.Namespace) -> Step:
 PEER = "DeepSpeed"
 SYSTEMS: dict[str, Callable[[argparse.Namespace], Step]] = {
     **{f"graphzero, {way}": partial(graphzero, way=way) for way in ("exchange", "gather", "ring")},
+    **{f"graphzero, {way}, in turn": partial(graphzero, way=way, in_turn=True) for way in ("gather", "ring")},
     "graphzero + inductor, exchange": partial(graphzero, way="exchange", executor="inductor"),
     PEER: deepspeed,
 }
@@ -123,8 +135,7 @@ SYSTEMS: dict[str, Callable[[argparse.Namespace], Step]] = {
 
 def time_systems(rank: int, options: argparse.Namespace) -> dict[str, Timed]:
     """Every rank: alternate rounds of all systems."""
-    whole = [gpt(shape_of(options)).batch(step, options.batch) for step in range(4)]
-    batches = [[x.chunk(options.ranks, 1)[rank].contiguous() for x in batch] for batch in whole]
+    batches = [gpt(shape_of(options)).batch(step, options.batch) for step in range(4)]
     steps = {name: SYSTEMS[name](options) for name in options.systems}
     return time_in_turn(
         steps, batches, options.rounds, options.steps, lambda loss: average(float(loss)), between_barriers=True
