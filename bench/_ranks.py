@@ -54,7 +54,7 @@ def end_with_parent() -> None:
     """The kernel ends this process when the one that has started it ends, whatever it waits for.
 
     By a signal for the pipe between them, which ends a process unless it is handled.  The process from which this one
-    was forked is no help: it lives as long as any that it has forked.
+    was forked does not help: it lives as long as any that it has forked.
     """
     parent = multiprocessing.parent_process()
     if parent is None or sys.platform != "linux":

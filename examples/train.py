@@ -29,7 +29,7 @@ RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 
 def main() -> None:
     options = options_of()
-    if options.ranks != RANKS:  # this is no rank
+    if options.ranks != RANKS:  # the process that starts the ranks
         start(options)
     text = Text()
     make = partial(make_model, options.model, options.layers, options.width, options.context)

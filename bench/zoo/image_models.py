@@ -49,7 +49,7 @@ TORCHVISION = (
 
 
 class Classified(nn.Module):
-    """A classifier with its loss; what is no class's score counts by its mean sine."""
+    """A classifier with its loss; outputs that are not scores of classes count by their mean sine."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class Losses(nn.Module):
 
 
 def smooth(output: Any) -> Tensor:
-    """The sum of mean sines of all floating tensors that hang on a parameter."""
+    """The sum of mean sines of all floating tensors that depend on a parameter."""
     leaves = torch.utils._pytree.tree_leaves(dict(output) if hasattr(output, "keys") else output)
     parts = [
         x.sin().mean()
@@ -66,7 +66,7 @@ def smooth(output: Any) -> Tensor:
         if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad and x.numel()
     ]
     if not parts:
-        raise TypeError("nothing that the model returns hangs on a parameter")
+        raise TypeError("nothing that the model returns depends on a parameter")
     return torch.stack(parts).sum()
 
 

@@ -44,7 +44,7 @@ def problem_here(what: str, hint: str, build: CodeType | None = None, facts: Ite
 
 
 def record_problem(error: CaptureError) -> CaptureError:
-    """``error``, which is a problem from now on, whoever catches it."""
+    """``error``, recorded as a problem even if user code catches it."""
     met = _met.get()
     if met is not None and error not in met:
         met.append(error)
@@ -82,7 +82,7 @@ def place_of(function: Callable[..., Any]) -> str:
 
 
 def check_modules(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse modules that are not what they seem: wrappers that train by themselves, and code that is no Python."""
+    """Refuse modules that are not what they seem: wrappers that train by themselves, and code that is not Python."""
     for path, module in modules:
         kinds = [base.__name__ for base in type(module).__mro__]
         wrapper = next((kind for kind in kinds if kind in _WRAPPERS), None)

@@ -65,8 +65,8 @@ def measured_device(graph: Graph, args: Sequence[Any], links: Mapping[str, Link]
 def shares(base: Device, program: StepGraph, times: Sequence[StepTimes]) -> Device:
     """``base`` with the share of its peaks that each op of a program reaches, by timed calls of it on a CPU.
 
-    What is no op of its own (views, names) and goes by with it counts as part of starting one; what ranks wait for each
-    other beyond what links take, as part of what stands around a step.
+    Views and names, which run no kernel, count as part of the start of an op; waits of ranks for each other, beyond
+    what links take, as part of the time around a step.
     """
     at_peak = timeline(program, replace(base, reached={}, call=0.0))
     events = [event for event in at_peak.events if event.stream == COMPUTE]

@@ -85,7 +85,7 @@ def _check_axis(placement: Placement) -> None:
 
 
 def with_stage(marks: tuple[StageMark, ...], marked: Any, stage: Any, placement: Placement) -> tuple[StageMark, ...]:
-    """``marks`` and this one.  Raises ConfigError for what is no module or path, and for a stage that is no number."""
+    """``marks`` and this one.  Raises ConfigError unless it marks a module or a path with a number."""
     _check_axis(placement)
     if not isinstance(marked, (str, nn.Module)) or not marked:
         raise ConfigError(

@@ -39,7 +39,7 @@ class SbpChoice:
     """The choice of a value's SBP on one placement axis.
 
     options: what the first sweep saw, all-B first; empty where nothing was chosen.  first: what it took.
-    producer: the signature after all sweeps, None for what is no op.  sbp: of the value's first result.
+    producer: the signature after all sweeps, None for placeholders.  sbp: of the value's first result.
     why: in words.  later: what the sweeps behind the first made of it.  lost: why splits of operands end here.
     boxes: (reader, SBP it reads, collectives between, bytes on the wire), for readers in another SBP.
     """

@@ -1,11 +1,10 @@
 """Memory that holds each value: that of the rank's device, or, for results of some ops, that of the host.
 
-Like the storage of a value it follows from the op that makes it, so it is not printed; a state lies in host memory
-where the step copies it to the device, or writes it there, by ``to_device_launch`` and ``to_host_launch``, and so does
-what is copied into a ``host_room``.  What lies in host memory is no memory of the device: the plan counts it apart, and
-so does the measurement.  It is read by the ops that bring it back, and by nothing else (``verifier.memory_spaces``).
-On a CPU both are the same chips, and are told apart all the same, so that a program for an accelerator can be planned,
-tested and measured where there is none.
+Like the storage of a value it follows from the op that makes it, so it is not printed.  A state is in host memory if
+the step copies it to the device, or writes it back, by ``to_device_launch`` and ``to_host_launch``; so is what is
+copied into a ``host_room``.  Plan and measurement count host memory apart from the device's.  Only the ops that copy it
+back read it (``verifier.memory_spaces``).  On a CPU both are the same memory, and still counted apart, so that a
+program for an accelerator can be planned, tested and measured without one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The list of passes: their order, the level each runs on, and the condition under which it is there.
 
-Whoever needs passes, all of them, those up to one, or those that are still to come, asks ``default_passes``; nothing
-else lists or cuts them.  Which options a program is worth making with is asked above: see ``graphzero.plan``.
+``default_passes`` returns all passes, those up to one, or those that remain; nothing else lists or cuts them.  The
+search for options is in ``graphzero.plan``.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def default_passes(
 
 
 def _first(name: str) -> int:
-    """The number of the first entry that goes by a name."""
+    """The index of the first entry with a name."""
     return next(i for i, entry in enumerate(pass_entries()) if name in (entry.name, entry.group))
 
 

@@ -85,7 +85,7 @@ def first_fitting(
 ) -> tuple[Options, Candidate]:
     """The first of the stages whose program fits the budget, as ``choose`` says, and its options.
 
-    at_stage: makes the program of options; if it is told so, one that computes values again until it fits.
+    at_stage: makes the program of options; on request, one that recomputes values until it fits.
     smaller: the options of a program that holds less, for one which does not fit, and that program.
     """
     tried = list[Candidate]()

@@ -43,7 +43,7 @@ def resolve_schedule(
 def count_stages(given: str | PipelineSchedule, ranks: int) -> int:
     """Count the stages of the schedule ``given``; of a name, as many as it has by default on so many ranks.
 
-    Raises ScheduleError for a file that is no schedule.
+    Raises ScheduleError for a file that is not a schedule.
     """
     if isinstance(given, PipelineSchedule):
         return given.stages

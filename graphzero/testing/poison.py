@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def fill_with_poison_(x: Tensor) -> None:
-    """Fill a tensor with what is no result: NaN, the largest integer, True."""
+    """Fill a tensor with values that no result has: NaN, the largest integer, True."""
     x.fill_(_poison(x.dtype))
 
 

@@ -1,7 +1,8 @@
 """Indexing by a mask of values that are not known: ``x[mask] = value``, and how many elements ``x[mask]`` has.
 
-How many rows a mask selects is no shape of a graph.  A value that is alike in all of them needs no rows, and their
-number may be checked as any number of a tensor; all else is refused where the mask stands.
+The number of rows that a mask selects cannot be a shape of the graph.  An assignment of one value to all of them does
+not need it, and the number itself may be compared like any number read from a tensor.  Everything else is refused at
+the line of the mask.
 """
 
 from __future__ import annotations

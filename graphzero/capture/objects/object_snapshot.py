@@ -21,7 +21,7 @@ MISSING: Any = object()
 class ObjectSnapshot:
     """Contents of ``holder`` at one moment, as a flat list of objects compared by identity.
 
-    owner: the object that it hangs off, and the attribute; "" if these are the object's attributes themselves.
+    owner: the object that has it, and the attribute; "" if these are the object's attributes themselves.
     """
 
     __slots__ = ("content", "holder", "owner")

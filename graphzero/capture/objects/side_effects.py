@@ -1,8 +1,8 @@
 """Restores Python objects that build changes while it is traced.
 
-What is kept: attributes and containers (dicts, lists, sets, deques, one in another) of the Graph, its modules and the
-objects that hang off these; gradients and flags of their tensors; globals, shared variables and classes that build and
-the user's functions behind it name; torch's settings, and random streams.
+Restored are attributes and containers (dicts, lists, sets, deques, also nested) of the Graph, its modules and the
+objects reachable from them; gradients and flags of their tensors; globals, closure variables and classes that build and
+the user's functions called from it name; torch's settings, and random streams.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class OptimizerTracer:
     """The steps that one capture takes of an optimizer.
 
     index: of the optimizer in its Graph.  paths: id of a parameter -> its path.
-    mixes: whether it holds parameters outside of its groups, or goes by their places, so that all step together.
+    mixes: whether it holds parameters outside of its groups, or depends on their order, so that all step together.
     """
 
     def __init__(self, optimizer: Optimizer, index: int = 0, paths: Mapping[int, str] | None = None) -> None:

@@ -1,7 +1,6 @@
-"""Tensors of the user's that build meets and that are no parameters, buffers or inputs of the step.
+"""Tensors that build reads and that are not parameters, buffers or inputs of the step.
 
-They are constants of the graph.  What would write to one is refused: a graph that is written down leaves tensors as
-they are, and one that runs has no name for it.
+They are constants of the graph.  A write to one is refused, because the graph has no name for the result.
 """
 
 from __future__ import annotations

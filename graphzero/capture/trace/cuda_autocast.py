@@ -1,8 +1,8 @@
 """Rules of ``torch.autocast`` on CUDA, applied to fakes, which are on the CPU.
 
 The lists differ: on CUDA softmax, norms of layers, sums, exponentials and losses are computed in float32, on the CPU
-most of them are left in 16 bit.  torch goes by the device of the operands.  Here kernels for the autocast of a device
-that nobody has do what those of CUDA do, and come before the CPU's, also for ops that are on the CPU's lists alone.
+most of them are left in 16 bit.  torch chooses by the device of the operands.  Here autocast kernels of an unused
+device type do what CUDA's do, and come before the CPU's, also for ops that are only on the CPU's lists.
 
 Source of the lists: ``ATen/autocast_mode.h`` of torch 2.13, and "CUDA Op-Specific Behavior" on
 https://pytorch.org/docs/stable/amp.html.  Which overloads are meant, the installed torch says.

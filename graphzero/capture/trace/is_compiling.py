@@ -1,9 +1,9 @@
 """Answers to build where it asks whether it is being traced: ``torch.compiler.is_compiling()``, FakeTensor.
 
-Packages ask where plain PyTorch looks at values, and go another way then, which is not always the same function of
-the inputs.  So build is told no, and takes the way of plain PyTorch, which is written down where the values on it are
-known, checks, or not looked at.  Where it cannot be written down, build is traced once more and told yes at that place.
-torch itself is always told yes.
+Packages ask before plain PyTorch would read values, and take another branch while traced, which does not always compute
+the same function.  So build is answered no and takes the branch of plain PyTorch.  It can be traced where the values
+that it reads are known, are checks, or are not read after all.  Where it cannot, build is traced once more and answered
+yes at that place.  torch itself is always answered yes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CompilingAnswers:
         self.yes: set[_Calls] = set()
         self.always, self.attempts = False, 0
         self.no: dict[_Calls, list[int]] = {}
-        self.told: dict[str, None] = {}  # the lines that have gone by the answer yes in this attempt
+        self.told: dict[str, None] = {}  # the lines that were answered yes in this attempt
 
     @_compat.contextmanager
     def answering(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""Python calls that have no place in build: refused at their line, or left out where they change nothing.
+"""Python calls that build may not make: refused at their line, or left out where they change nothing.
 
-What can only be told by the op it becomes is refused in ``modes``.
+``modes`` refuses what can only be recognised by the op that it becomes.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def trace_build(step: Step, root: nn.Module, inputs: Inputs) -> TracedBuild:
 
 
 def _with_floats(step: Step, root: nn.Module, inputs: Inputs) -> TracedBuild:
-    """Build with its float inputs: symbols of finite numbers, or, where it goes by their values in ways that no symbol
-    can follow, these values, for which alone the trace holds.
+    """Build with its float inputs as symbols of finite numbers, or as constants where it depends on their values in
+    ways that symbols cannot express; the trace then holds for these values only.
     """
     values = {leaf.name: leaf.raw for leaf in inputs.floats}
     if not all(map(math.isfinite, values.values())):
@@ -44,7 +44,7 @@ def _with_floats(step: Step, root: nn.Module, inputs: Inputs) -> TracedBuild:
 
 
 def _traced(step: Step, root: nn.Module, inputs: Inputs, fixed: dict[str, float]) -> TracedBuild:
-    """Build traced as often as it takes to learn where it must be told that it is being traced."""
+    """Build traced until every place that must see itself traced is known."""
     answers, refused = CompilingAnswers(getattr(step.build, "__code__", None)), None
     while True:
         try:

@@ -1,8 +1,8 @@
 """Values that are known to be dense in memory, and the order of their dims.
 
 Ops lay out their results after their operands: what a user gives channels last stays so, and a result that was put
-into row-major memory instead would be slow to read.  So whoever gives a result its memory must know how it would lie.
-What is not known here is nobody's to decide.
+into row-major memory instead would be slow to read.  So code that allocates a result must know its strides.  Where they
+are not known here, the op allocates its result itself.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class Liveness:
         states; the rest are ``temporaries``, gathered parameters among them.
         """
         category: dict[Storage, str] = {}
-        gathered: set[Storage] = set()  # that hold parameters, whoever reads them later
+        gathered: set[Storage] = set()  # that hold parameters, whatever reads them later
         for node, results in self.roots.items():
             role = value.role_of(node)
             for storage in results:

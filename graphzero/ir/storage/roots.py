@@ -20,7 +20,7 @@ from graphzero.ir.transfer import Transfer, awaited, transfer_of
 from graphzero.ir.value import TensorType
 
 Storage = tuple[fx.Node, int]  # the node that makes it, and the number of the result
-Roots = dict[fx.Node, tuple[Storage | None, ...]]  # of each result of a node; None: it is no tensor, or not made there
+Roots = dict[fx.Node, tuple[Storage | None, ...]]  # of each result of a node; None: not a tensor, or not made there
 
 
 def storage_roots(graph: StepGraph) -> Roots:

@@ -23,7 +23,7 @@ class Places:
     """of: node -> its place.  results: the places of an op with several results that only getitem reads.
 
     persistent, inputs: place of each placeholder by name, of those that stay between runs and those given anew.
-    repeated: what runs once a micro-batch but the last.  size: places so far; whoever needs another one says ``new()``.
+    repeated: what runs once a micro-batch but the last.  size: places so far; ``new()`` adds one.
     """
 
     def __init__(self, graph: StepGraph) -> None:

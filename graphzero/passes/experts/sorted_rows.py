@@ -69,7 +69,7 @@ class Fact:
 
     @property
     def is_inner(self) -> bool:
-        """Whether only ops of the rank can read the value: it is no value of all ranks."""
+        """Whether only ops of one rank can read the value, because it has no global meaning."""
         return self.kind in (RowKind.SORTED, RowKind.NUMBERS, RowKind.PLACES)
 
 

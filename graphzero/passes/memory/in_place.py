@@ -1,8 +1,8 @@
-"""InPlace: a result takes the storage of an operand that nobody reads again, or of the state that it replaces.
+"""InPlace: a result takes the storage of an operand that is not read again, or of the state that it replaces.
 
-So does a gather that works without a slot: the new parameter arrives where the old one was.  It saves the memory of a
-result, and the time to map it; where a state is replaced, the copy of ``assign`` too.  Behind it, what a value is
-computed from can no longer be told from the names alone.
+So does a gather without a slot: the new parameter arrives where the old one was.  This saves the memory of a result and
+the time to map it, and the copy of ``assign`` where a state is replaced.  After this pass, names alone no longer say
+what a value is computed from.
 """
 
 from __future__ import annotations

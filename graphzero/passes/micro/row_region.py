@@ -144,7 +144,7 @@ class _Growing:
         for node in (*self.region.inputs, *self.region.nodes):
             self._check_sections(node)
         if len(self._weights()) > 1:
-            raise NoRegion("products with several weights hang together with it, which micro-batches cut better")
+            raise NoRegion("it depends on products with several weights, which micro-batches cut better")
         for node in self.region.results:
             if self.cut[node].is_broadcast:
                 raise NoRegion(f"'{node.name}', which is read behind it, is not a sum over rows and has none")
@@ -189,7 +189,7 @@ class _Growing:
             read = next(x for x in node.all_input_nodes if x in self.inside)
             raise NoRegion(f"{'the step hands out' if node.op == 'output' else 'the update reads'} '{read.name}'")
         if len(self.inside) == LONGEST:
-            raise NoRegion(f"more than {LONGEST} ops hang together with it")
+            raise NoRegion(f"it is connected to more than {LONGEST} ops")
         self.inside.add(node)
         if node.target is operator.getitem:
             source = value.operand(node)

@@ -2,7 +2,7 @@
 
 The searches are those of a program without stages, one for each member of ``pp``, on what one micro-batch computes on
 its stages; what forward leaves for backward counts once for each micro-batch in flight there.  One program is made of
-the present choices of all members, and each search is told what its member needs in it.
+the present choices of all members, and each search reads what its member needs in it.
 
 What a member's limit then leaves is spent on sending less: parameters that are gathered once a step, not twice a
 micro-batch, and gradients that are added up whole and reduced once.  In 1F1B the last stage, with the fewest

@@ -1,6 +1,6 @@
 """DeepSpeed's JSON as it was given: read, its names checked against the table, and its values by path.
 
-What is wrong with keys is told in one error, and what is replaced in one text, so that a user corrects a file once.
+One error lists all wrong keys, and one text all replaced ones, so that a user corrects a file once.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ NEVER = 2**31 - 1  # the most that a count of steps holds
 
 
 def land(document: Document, placement: Placement, config: GraphConfig) -> DeepSpeed:
-    """Set what a JSON says; returns what is no setting.  Raises ConfigError for values without a meaning."""
+    """Apply the settings of a JSON; returns what is not a setting.  Raises ConfigError for values without a meaning."""
     batch = batch_of(document, placement)
     rest = ported(document, batch)
     config.set_gradient_accumulation_steps(batch.steps)

@@ -60,7 +60,7 @@ class Exact:
 def exact(graph: StepGraph, sizes: Sizes, ragged: Sequence[Ragged], inputs: Mapping[str, Mapping[int, str]]) -> Exact:
     """Rewrite ``graph``, which changes.
 
-    sizes: what in it depends on which ragged dim.  inputs: name -> dim -> the ragged dim that goes by it.
+    sizes: what in it depends on which ragged dim.  inputs: name -> dim -> the ragged dim whose size it has.
     Raises CaptureError for what padding cannot be kept out of, with the op and the line.
     """
     return _ExactRewrite(graph, sizes, {dim.name: dim for dim in ragged}, inputs).rewrite()
@@ -132,7 +132,7 @@ class _ExactRewrite:
         return tuple(tuple(sorted(alongs)) for alongs in work.result_dims)
 
     def _is_flat(self, work: PaddedOp) -> bool:
-        """Return whether the op makes one number everywhere, in dims that hang on sizes in any way."""
+        """Return whether the op makes one number everywhere, in dims that depend on ragged sizes."""
         node = work.node
         if any(work.given) or not self.sizes.is_ragged(node) or not value.is_tensor(node):
             return False

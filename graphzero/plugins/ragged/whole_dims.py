@@ -1,4 +1,4 @@
-"""Ops whose results hang on all of a dim, as a softmax does: they are to see numbers that change nothing."""
+"""Ops whose results depend on all of a dim, as a softmax does: padding must have values that do not change them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Recording a step on a GPU: torch.cuda.CUDAGraph.
 
-What is recorded when, and with what in which memory, is ``replay``'s to say; here is what torch asks of whoever
-captures: runs on a side stream before, and a pool of memory that lives as long as the graph.  The graphs of one world
-share a pool: they run one after the other, and leave nothing in it but their results, which stay allocated.
+``replay`` decides when to record, and which memory a recording uses.  This module does what torch requires of a
+capture: warm-up runs on a side stream, and a memory pool that lives as long as the graph.  The graphs of one world
+share a pool, because they run one after the other and leave only their results in it, which stay allocated.
 
-A capture that CUDA has given up, because an op waited for the GPU, leaves torch's allocator and random numbers in the
-middle of it.  They are led out here, so that the step can go on without a graph, and others be recorded.
+If CUDA invalidates a capture, because an op waited for the GPU, torch's allocator and generators stay in capture mode.
+This module ends that mode, so that the step can run without a graph and others can be recorded.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class Replayed(Executor):
         }
 
     def _discard(self, why: str) -> None:
-        """The recording does not fit any more; if that is so again and again, there will be no other."""
+        """Drop a recording that does not fit any more; after several short-lived ones no other is made."""
         assert self._recording is not None
         self._poor = self._poor + 1 if self._recording.replays < WORTH else 0
         self._recording = self._warm = None

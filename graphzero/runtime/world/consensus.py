@@ -266,7 +266,7 @@ class Ranks:
     def together(self, doing: str) -> CollectiveCall:
         """Return a context of a call of all ranks: if one of them raises an error alone, the others raise it too.
 
-        doing: "step of TrainGraph"; the others are told so.
+        doing: "step of TrainGraph"; the others report it.
         """
         return CollectiveCall(self, doing)
 

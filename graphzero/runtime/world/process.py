@@ -8,7 +8,7 @@ failure.
 NCCL reduces in an order that is fixed for one size on one machine, but may change with the size: repeated runs
 agree to the bit, stages only to rounding.  On two ranks any order is the same.
 
-Time-outs, hangs and broken peers are the communicator's to report; of NCCL, torch.distributed's.
+The communicator reports time-outs and peers that died; with NCCL, torch.distributed does.
 """
 
 from __future__ import annotations

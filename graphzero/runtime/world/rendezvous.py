@@ -1,8 +1,9 @@
 """The store through which ranks find each other, under a name that only the processes of one start have.
 
 torchrun keeps one store over its restarts.  A rank that is killed while gloo connects leaves its address there, and
-ranks of the next start that read it before it is replaced try to reach who is no more: "connection refused", which is
-one restart less, or a wait without end.  Each torchrun counts restarts for itself, so a count is no common name.
+ranks of the next start that read it before it is replaced try to reach a process that has ended: "connection refused",
+which costs a restart, or a wait without end.  Each torchrun counts restarts for itself, so the count cannot be the
+name.
 """
 
 from __future__ import annotations
