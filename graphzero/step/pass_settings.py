@@ -90,7 +90,8 @@ def check_pipeline(settings: Settings, members: int) -> None:
         )
     instead = {  # by settings that are on: what works with stages
         "set_optimizer_in_backward": settings.optimizer_in_backward
-        and "less to hold: config.enable_zero(stage=3), config.set_memory_budget(bytes)",
+        and "the default: a rank steps after backward of its last micro-batch, until which it has to hold sums of "
+        "gradients anyway. To hold less, config.enable_zero(stage=3), config.set_memory_budget(bytes)",
         "enable_offload": settings.offload.is_on
         and "states split over the data ranks, config.enable_zero(stage=1), and config.set_activation_memory(...)",
         "set_split_experts": settings.split_experts == "exchange" and 'config.set_split_experts("auto")',

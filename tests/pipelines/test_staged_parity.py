@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from staged import Net, Residual, batches, compare, cross_entropy, placement, staged_graph, stages_of, tensors_of
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 import graphzero as gz
 from graphzero.errors import ScheduleError
@@ -180,6 +181,45 @@ def test_rows_of_forward_alone_are_for_evaluation(tmp_path: Path) -> None:
     training = staged_graph(model, stages_of(4, 2), where, rows, micro_batches=4)
     with pytest.raises(ScheduleError, match="those of evaluation, F alone, and this step has a backward"):
         training.compile(*batches(1)[0])
+
+
+class Checkpointed(Net):
+    """A net whose layers are computed again in runs of ``count``."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(dropout=0.3)
+        self.count = count
+
+    def run_layers(self, x: Tensor, start: int) -> Tensor:
+        for layer in self.layers[start : start + self.count]:
+            x = layer(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for i in range(0, len(self.layers), self.count):
+            x = checkpoint(self.run_layers, x, i, use_reentrant=False)
+        return self.head(x)
+
+
+WITHIN_A_LAYER = {"model.layers.1": 1, "model.layers.1.norm": 0, "model.layers.1.up": 0}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count", "marks"),
+    [("1f1b", 2, stages_of(4, 4)), ("zb1p", 4, stages_of(4, 2) | WITHIN_A_LAYER)],
+)
+def test_a_cut_within_layers_that_are_computed_again(schedule: str, count: int, marks: dict[str, int]) -> None:
+    """What crosses the cut is sent in forward alone, so messages are those of the same cut without checkpoints."""
+    where = placement(1 + max(marks.values()), 2)
+    assert compare(Checkpointed(count), marks, where, schedule=schedule, micro_batches=4, stage=3) == 0
+    again, plain = (
+        staged_graph(model, marks, where, schedule, micro_batches=4).compile(*batches(1)[0]).plan.pipeline
+        for model in (Checkpointed(count), Net(dropout=0.3))
+    )
+    assert again is not None and plain is not None
+    assert again.edges == plain.edges
+    assert again.members[0].memory.activations < plain.members[0].memory.activations
 
 
 def test_a_checkpoint_has_nothing_of_stages(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from graphzero.ir.aliases import is_name
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import MOVE, PIN
 from graphzero.passes.base import BuiltinPass
+from graphzero.passes.stages.recomputed_values import recomputed_values
 from graphzero.passes.stages.stage_marks import StageMarks
 from graphzero.sbp.placement import MICRO_BATCHES
 from graphzero.sbp.types import B
@@ -34,10 +35,14 @@ class AssignStages(BuiltinPass):
     ======== =======================================================================================================
     forward  that of its module's mark; else the last stage of what it reads
     backward that of its module's mark; else the last stage of what it reads of forward, but no later one than the
-             gradients that it reads; a sum of two gradients no later than these in any case
+             gradients that it reads; a sum of two gradients no later than these in any case.  A value that backward
+             computes again is where forward computes it
     update   that of the parameters and states that it leads to; where these are on several, the last stage of what
              it reads
     ======== =======================================================================================================
+
+    A value of forward that backward computes again, as ``torch.utils.checkpoint`` has it, is read on other stages as
+    forward has moved it there.
 
     A parameter lives on its mark's stage, or on the first one that reads it, where that is earlier or it has no mark; a
     state lives with its parameter.  What reads nothing of a stage, as a mask, is computed on each stage that reads it.
@@ -102,6 +107,7 @@ class _Assignment:
     """stages: of each node; None for what each stage computes for itself.
 
     gradients: the values of backward that depend on a gradient, or that a module's mark has placed.
+    recomputed: see ``recomputed_values``.
     """
 
     def __init__(self, graph: StepGraph, marks: StageMarks) -> None:
@@ -110,6 +116,7 @@ class _Assignment:
         self.gradients: set[fx.Node] = set()
         self.needed: dict[fx.Node, int] = {}
         self.nodes = [node for node in graph.nodes if node.op != "output"]
+        self.recomputed = recomputed_values(self.nodes)
         self.params = {node.meta["role"].of: node for node in graph.placeholders("param")}
 
     # ---- which stage
@@ -125,6 +132,9 @@ class _Assignment:
         backward = [node for node in computed if value.phase_of(node) == "backward"]
         self.needed = self._needed_stages(backward)
         for node in backward:
+            if node in self.recomputed:
+                self.stages[node] = self.stages[self.recomputed[node]]
+                continue
             is_placed = self._marked_stage(node) is not None and not value.has_role(node, "param")  # its 16-bit cast
             if is_placed or self.gradients & {*node.all_input_nodes}:
                 self.gradients.add(node)
@@ -218,7 +228,8 @@ class _Assignment:
         """Compute what backward makes of values of forward alone, as their transposes, where it is read first."""
         for node in reversed(backward):
             stage, read_by = self.stages[node], [self.stages.get(user) for user in node.users if user.op != "output"]
-            if node not in self.gradients and stage is not None and node.target is not ops.use:
+            is_saved = node not in self.gradients and node not in self.recomputed
+            if is_saved and stage is not None and node.target is not ops.use:
                 first = min((reader for reader in read_by if reader is not None), default=stage)
                 self.stages[node] = max(stage, first)
         for node in backward:
@@ -234,7 +245,7 @@ class _Assignment:
         shares = {*self._gradient_shares()}
         for node in reversed(backward):
             stage, read_by = self.stages[node], [self.stages.get(user) for user in node.users]
-            if stage is not None and node not in shares and self._spreads(node):
+            if stage is not None and node not in shares and node not in self.recomputed and self._spreads(node):
                 last = max((stage if reader is None else reader for reader in read_by), default=stage)
                 self.stages[node] = min(stage, last)
 
@@ -336,6 +347,7 @@ class _Assignment:
         def on_stage(x: fx.Node, stage: int | None) -> fx.Node:
             if stage is None or self.stages[x] in (stage, None):
                 return x
+            x = self.recomputed.get(x, x)
             if (x, stage) not in moved:
                 with graph.graph.inserting_after(last_input if x.op == "placeholder" else x):
                     phase = "forward" if x.op == "placeholder" else ""
@@ -351,3 +363,6 @@ class _Assignment:
         placeholders = {node.name: node for node in graph.placeholders()}
         updates = {name: on_stage(new, self.stages[placeholders[name]]) for name, new in graph.updates.items()}
         graph.set_output(graph.outputs, graph.aux, updates)
+        for node in reversed(self.recomputed):
+            if not node.users:
+                graph.graph.erase_node(node)
