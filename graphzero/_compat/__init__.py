@@ -1,6 +1,6 @@
 """Every private name of torch that graphzero uses, and every name that only some of torch 2.11 to 2.15 have.
 
-What changes between versions is met here; the rest of the package imports from here and stays plain.
+Differences between versions are handled here; the rest of the package imports these names.
 """
 
 from torch._decomp import decomposition_table

@@ -1,9 +1,9 @@
 """Temporary changes during a call, undone however the call ends.
 
-Ctrl-C, or whatever else a signal handler raises, may come between any two instructions of Python: when a mode has been
-entered and ``with`` does not know it yet, or as ``__exit__`` begins.  So each change is written down before it is
-made, and the function that a user has called puts back what its end finds changed still.  What torch itself keeps for a
-thread it reads as it begins, and compares.
+Ctrl-C, or another exception of a signal handler, may be raised between any two instructions of Python: after a mode was
+entered but before ``with`` has stored it, or at the start of ``__exit__``.  So each change is recorded before it is
+made, and the function that the user called undoes at its end whatever is still changed.  Thread state of torch itself
+is read at the start and compared at the end.
 """
 
 from __future__ import annotations

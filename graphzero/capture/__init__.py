@@ -2,7 +2,7 @@
 
 What is traced is in ``trace`` (build) and ``optimizer`` (the update), put together by ``graph_builder``,
 ``update_writer`` and ``assemble``.
-Shapes are global and devices unknown: what lies where is for the passes, what runs how for the runtime.
+Shapes are global and devices unknown: passes decide where values are, and the runtime how ops run.
 """
 
 from graphzero.capture.annotations.local_regions import region_runs

@@ -1,4 +1,4 @@
-"""The first value of a program that differs, or that is not a finite number, and what to say of it."""
+"""The first value of a program that differs, or that is not finite, and its description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program at any level, run on virtual ranks from whole values: what tests and ``gz.check`` stand on.
+"""Runs a program of any level on virtual ranks, from whole values: for tests and ``gz.check``.
 
 Values go in whole and come out as every rank holds them; nothing of a Graph's state is read or written.
 """

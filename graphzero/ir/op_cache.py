@@ -1,4 +1,4 @@
-"""Answers that depend on nothing but the op, kept: they are asked for at each of its calls."""
+"""A cache for facts that depend on the op alone, which are read at each of its calls."""
 
 from __future__ import annotations
 

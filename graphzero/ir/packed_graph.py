@@ -1,8 +1,8 @@
-"""Graphs at rest: some twenty bytes a value instead of a kilobyte, and the same graph again when somebody asks.
+"""Packed graphs: some twenty bytes a value instead of a kilobyte, unpacked to the same graph on request.
 
-What ``history`` keeps of each pass is read seldom, and ``torch.fx`` nodes are large.  Nothing is lost: names,
-arguments, order and all that is known of a value, source lines too, which the text leaves out.  Numbers, strings and
-containers become compressed bytes; the rest, ops, types, roles and SBPs, never changes and is referred to.
+``history`` keeps a graph for each pass, which is read seldom, and ``torch.fx`` nodes are large.  Nothing is lost:
+names, arguments, order and all metadata of a value, also source lines, which the text leaves out.  Numbers, strings and
+containers become compressed bytes; ops, types, roles and SBPs are immutable and are referred to.
 
 A pass leaves most nodes as they were: of each graph, a ``PackedHistory`` writes the rows that no graph before it had.
 """

@@ -6,9 +6,9 @@
     a = wait(l)                                                         and its results, a[0], a[1]
     c = all_gather(w, 0, 'dp', dtype=torch.bfloat16)                    cast where this rank's piece is laid down
 
-The first three hold the same facts, and each may say such a dtype where it gathers.  Who wants to know one asks
-``transfer_of``; who writes one calls ``bucket``, ``launch`` or ``put_in_slot``.  No other file knows which argument
-stands where.
+The first three hold the same facts, and each may state such a dtype where it gathers.  ``transfer_of`` reads a
+transfer; ``bucket``, ``launch`` and ``put_in_slot`` write one.  No other file depends on the positions of their
+arguments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ways of attention over a split sequence: what is said of them, and which one a memory budget takes."""
+"""Ways of attention over a split sequence: their description, and the choice of one by a memory budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A memory budget, limits for a search, and what is said where no program fits."""
+"""A memory budget, limits for a search, and the error where no program fits."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Operations are counted by the formulas of torch's own ``torch.utils.flop_counter``, bytes by what an op reads and
 writes once.  What is computed again in backward is chosen by the seconds of ``plain`` devices, whose rates are fixed by
-the kind of device, so that all ranks, and all machines, choose alike: a price to choose by, no promise.
+the kind of device, so that all ranks, and all machines, choose alike.  They are for choices, not predictions.
 """
 
 from __future__ import annotations

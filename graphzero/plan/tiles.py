@@ -1,4 +1,4 @@
-"""Tiles of rows: what is said of them, and how many a memory budget takes that a step does not fit otherwise."""
+"""Tiles of rows: their description, and how many are needed to fit a memory budget."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Settings of the C library for a time in which freed memory must go back to the kernel.
+"""Settings of the C library under which freed memory returns to the kernel at once.
 
-CUDA memory needs none of this, torch keeps it.
+Only host memory is affected; torch caches CUDA memory itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kernels: the function to call for one op of a graph on one rank.
 
 ATen ops are called as they are, with five exceptions: ``view`` runs as ``reshape`` (a shard need not be dense as
-the whole was), kernels that take their operands to be dense get them so, ops that create get the world's device, sizes
+the whole was), kernels that take their operands to be dense get them so, factory ops get the world's device, sizes
 of this rank become numbers, and frequent ops go through torch's Python bindings, which parse arguments in half the time
 of an OpOverload.
 The ops of passes that need no communication are written here.

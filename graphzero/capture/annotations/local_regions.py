@@ -1,9 +1,9 @@
 """Per-rank code inside build: what ``gz.local_region`` is while a step is traced.
 
-``as_local`` hands a global value to the ranks as what each of them holds, ``as_global`` puts what the ranks have made
-together to a global value.  The ops between them are traced on tensors of local shape; the graph holds them as ``B``,
-which says of such a value only that every rank works on all of what it has.  The gradients of the two ends are each
-other's (``ops.dual``), so backward of a region is per-rank code too.
+``as_local`` gives each rank its piece of a global value; ``as_global`` makes a global value of what the ranks computed.
+The ops between them are traced on tensors of local shape.  In the graph they are ``B``, which here only says that every
+rank works on all of its own tensor.  The gradient of each of the two ops is the other one (``ops.dual``), so backward
+of a region is per-rank code too.
 """
 
 from __future__ import annotations

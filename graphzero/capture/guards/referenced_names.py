@@ -1,9 +1,8 @@
-"""Globals and shared variables that build reads, and the user's functions behind it: where they stand, and by what
-names.
+"""Globals and closure variables that build, and the user's functions called from it, read: their places and names.
 
-They are found in the functions' code, before it runs: from build and the modules' forwards on, through whatever of the
-project's own these name.  A method is followed where its name is read from anything.  Attributes of classes count as
-globals where the class is named: ``Options.scale``.
+They are collected from the functions' bytecode before it runs, from build and the modules' forwards on through all
+functions of the project that these name.  A method is followed wherever its name is read from any object.  Attributes
+of classes count as globals where the class is named: ``Options.scale``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Telling a check from a branch: what the code at ``if tensor:`` does on either side, read from its bytecode.
+"""Distinction of checks from branches, from the bytecode on both sides of ``if tensor:``.
 
-A check is a condition of which one side only raises: ``assert ok``, ``if bad: raise ValueError(...)``.  A side that
-does anything else, stores, returns, calls something for its effect, makes it a branch.  One value of several, as in
-``assert a or b``, is a part of a check where all that one side does is to look at the others.
+A check is a condition of which one side only raises: ``assert ok``, ``if bad: raise ValueError(...)``.  If a side does
+anything else (stores, returns, calls something for its effect), the condition is a branch.  One value of several, as in
+``assert a or b``, is part of a check if one side only evaluates the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A float input of build while it is traced: a float to Python, and a symbol of the graph where it is computed with.
 
-Arithmetic and functions of torch keep the symbol, so one program serves all values.  What needs the value itself, a
-text, an integer, a branch, a function of numpy, gets it, and the capture holds only while it is what it was then.
+Arithmetic and functions of torch keep the symbol, so one program serves all values.  Code that needs the value itself
+(a text, an integer, a branch, a function of numpy) gets it, and a guard limits the capture to that value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Ops whose results have as many elements as values say, where build knows these values while it is traced.
+"""Ops whose result shapes depend on values, where these values are known while build is traced.
 
-Sizes of images in a batch that is always alike, a mask made of numbers: ``repeat_interleave`` by them, ``nonzero`` of
-them or indexing by them then has a shape, and the program holds what it gives as a constant.
+Examples are sizes of images that are equal in every batch, or a mask made of Python numbers: ``repeat_interleave``,
+``nonzero`` and indexing by them then have a shape, and the program holds their result as a constant.
 """
 
 from __future__ import annotations

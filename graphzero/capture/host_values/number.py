@@ -1,4 +1,5 @@
-"""A number of a tensor on the host, ``x.max().item()``, while there is none yet: it is computed with as a tensor."""
+"""A number read from a tensor, ``x.max().item()``, while build is traced: a tensor that behaves like a Python
+number."""
 
 from __future__ import annotations
 

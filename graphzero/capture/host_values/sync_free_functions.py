@@ -1,4 +1,4 @@
-"""Functions of torch that look at values on the host, to check or to count, as they are without looking."""
+"""Functions of torch that read values on the host, to check or to count, in a form that does not."""
 
 from __future__ import annotations
 

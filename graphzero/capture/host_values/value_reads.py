@@ -1,9 +1,9 @@
-"""Build looks at a value: as a constant, a check, a text, or as something that a graph cannot know.
+"""Reads of tensor values in build: as a constant, a check, a text, or refused.
 
-* What build has made of Python numbers alone has a value while it is traced.
+* A tensor that build made of Python numbers alone has a value while it is traced.
 * A check, a condition that only raises, becomes an op that raises when the step runs.
 * ``.item()`` gives a ``HostNumber``, which can be computed with and checked.
-* The text of a tensor says its shape: it is made once, when the step is written down.
+* The text of a tensor shows its shape.  It is made once, when the step is captured.
 * Everything else is refused at its line.
 """
 

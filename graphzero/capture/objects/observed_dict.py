@@ -1,4 +1,4 @@
-"""A dict that sees each of its entries come, for the state that an optimizer makes in its first step."""
+"""A dict that records each new entry, for the state that an optimizer creates in its first step."""
 
 from __future__ import annotations
 

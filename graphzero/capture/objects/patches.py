@@ -1,4 +1,4 @@
-"""Putting something in an attribute's place for a while."""
+"""Temporary replacement of attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings and random streams of the process, which build may change: afterwards they are as they were."""
+"""Settings and random streams of the process, which build may change and capture restores."""
 
 from __future__ import annotations
 

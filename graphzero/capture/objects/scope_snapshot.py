@@ -1,4 +1,4 @@
-"""Objects that build reaches beyond its own: globals, variables of enclosing functions, attributes of classes."""
+"""Objects outside of the Graph that build can change: globals, closure variables, attributes of classes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A step that looks at values, ``if norm > 1:``, ``norm.item()``: every way that it may go is written down.
+"""Optimizer steps that read values, ``if norm > 1:``, ``norm.item()``: all their branches are traced.
 
-``step`` is run once for each outcome of its conditions, from the same beginning, and ``torch.where`` chooses among what
-comes of it.  Conditions that follow from one parameter's values decide for that parameter alone, so parameters take
-their ways side by side; one that follows from several decides for all.
+``step`` runs once for each outcome of its conditions, from the same state, and ``torch.where`` selects among the
+results.  A condition on one parameter's values decides for that parameter alone, so parameters branch independently; a
+condition on several parameters decides for all.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ follows from what ``key_of`` puts into a key, and from nothing else:
 * its groups and defaults: a hyperparameter that is fixed by its value, one that may change by its kind and by the value
   that branches were decided by when it was traced;
 * its members: path, group, shape and dtype, how they are rounded, states, and whether these are there;
-* what torch's factories and kernels go by: default dtype, autocast, deterministic filling.
+* settings that torch's factories and kernels read: default dtype, autocast, deterministic filling.
 
 A key without one of them would give a step that was traced for something else.
 """

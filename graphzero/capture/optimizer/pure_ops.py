@@ -1,4 +1,4 @@
-"""A traced step as ops alone."""
+"""A traced optimizer step without Python objects: ops and constants only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Uses of parameters: each phase reads a parameter through its own ``use``.
 
 Values that are only views or casts of a parameter are made anew in every phase that reads them, so that nothing of a
-parameter's size crosses from forward to backward: what ZeRO's third stage stands on.
+parameter's size crosses from forward to backward.  ZeRO's stage 3 depends on this.
 """
 
 from __future__ import annotations

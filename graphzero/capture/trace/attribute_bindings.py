@@ -2,8 +2,7 @@
 
 A buffer that is bound to another tensor of its shape and dtype is the step's update.  A cache, a tensor that follows
 from constants and from state that the step leaves alone, is computed in every step, so nothing depends on where it was
-kept.  Whatever else a later step of plain PyTorch would read, and a graph would not, is refused at the line that binds
-it.
+kept.  Any other binding that a later step of plain PyTorch would read, and a graph would not, is refused at its line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mixed precision while build is traced: what an op of forward reads of a wide parameter is its 16-bit cast.
+"""Mixed precision while build is traced: ops of forward read the 16-bit cast of a wide parameter.
 
 The parameters themselves, the masters, stay what modules hold: ``p.dtype`` and ``p.grad`` are theirs, and gradients
 come back to them through the casts.  Which ops compute in which dtype is then for ``torch.autocast``, and for the ops.

@@ -1,8 +1,8 @@
 """Modes that are active while build is traced.
 
-``UserCodeMode`` sees calls of Python functions: it replaces parameters that are reached around the modules, puts in our
-attention, and refuses reads of values that do not exist yet.  ``OpMode`` sees ATen ops below autograd: it marks each op
-with phase and source, and refuses ops whose result's shape depends on data.
+``UserCodeMode`` sees calls of Python functions: it replaces parameters that are reached around the modules, calls
+graphzero's attention op, and refuses reads of values that do not exist yet.  ``OpMode`` sees ATen ops below autograd:
+it marks each op with phase and source, and refuses ops whose result's shape depends on data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Markers in the job's store by which ranks that write one checkpoint learn of each other: written, failed, complete.
 
-They need no collective, so a step can run meanwhile, and a rank that cannot write to the folder is heard as well.  The
-first failure that is marked is that of all ranks.
+They need no collective, so a step can run meanwhile, and a rank that cannot write to the folder can still report it.
+All ranks raise the first failure that was marked.
 """
 
 from __future__ import annotations

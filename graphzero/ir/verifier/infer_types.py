@@ -1,6 +1,6 @@
 """The type of what an op makes of arguments of given types: asked of the op itself, on fake tensors.
 
-What comes is from outside and may be anything: an op is not let make results without bound.
+The arguments come from a text that may contain anything, so the size of results is bounded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The law of spaces, at every level: what lies in host memory is read by what brings it back, and by nothing else.
+"""The law of memory spaces, at every level: only the ops that copy a value back from host memory read it there.
 
-A collective, or a kernel of the device, could not read it there; on a CPU it could, and the program would only be
-wrong elsewhere.  A copy between host and device that has begun is nobody's to read until it has been awaited.
+A collective, or a kernel of the device, could not; on a CPU it could, and the program would fail only on a GPU.  The
+result of a copy that has begun is not read before it has been awaited.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The law of streams: what transfers touch is touched by nothing else that does not run before or behind.
+"""The law of streams: two accesses to one memory, one of them a write by or during a transfer, are ordered.
 
-It holds for every program whose transfers have their slots, whatever it runs on: what is issued in which order, on
-which stream, with which records and waits is that of a GPU (``ir/streams``), where nothing else orders it.
+It is checked for every program whose transfers have their slots, whatever it runs on.  The order of issue, the streams,
+records and waits are those of a GPU (``ir/streams``), where nothing else orders accesses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""DelayGradients: what backward makes and nothing needs yet is made later, where that lowers the peak of bytes held.
+"""DelayGradients: gradients of weights are computed later, closer to their readers, where that lowers the peak.
 
-The gradient of the head is the usual case: it is read by nobody for long, and made while the largest value of the step
-and all activations are there.
+The gradient of the head is the usual case: it is not read for long, and computed while the largest value of the step
+and all activations exist.
 
 Which weight gradients wait, and until when, is searched for: at the worst moment, each value that was made for later is
 tried at a few later places, with all that follows from it, and the best is taken, until nothing helps.  Bytes are

@@ -1,4 +1,4 @@
-"""Pin: write down what is given: inputs, parameters, states, and how each phase reads a parameter."""
+"""Pin: fixes the SBPs that are given: of inputs, parameters, states, and of each phase's use of a parameter."""
 
 from __future__ import annotations
 

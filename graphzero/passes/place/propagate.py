@@ -1,6 +1,6 @@
 """Propagate: an SBP for every value.
 
-Follow the pins, and let cost only break ties.  Per placement axis, in three sweeps:
+Pins decide, and cost only breaks ties.  There are three sweeps for each placement axis:
 
 1. forward, greedily: each op takes the signature whose operands need least boxing (``forward_sweep``).
 2. the reductions: where a partial sum becomes whole is a minimum cut over the ops it passes through

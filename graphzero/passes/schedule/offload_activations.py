@@ -1,7 +1,7 @@
 """OffloadActivations: values that forward leaves for backward wait in host memory instead of the device's.
 
-A value sets out when forward has read it last, and its memory is free when it has arrived; it comes back a while before
-backward reads it first.  Which values are worth it is not decided here: see ``plan``.
+The copy of a value begins after its last read in forward, and its memory is free when the copy is complete; the copy
+back begins some time before its first read in backward.  ``plan`` chooses the values.
 
 When the copies stand does not depend on which other values go: all that could go form a line, in the order in which
 forward is done with them, and a value is awaited when so many bytes behind it in that line are done with too; in the

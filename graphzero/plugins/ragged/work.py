@@ -1,5 +1,4 @@
-"""Facts about one op that are still to be explained: the padded dims of its operands, and numbers that depend on
-sizes."""
+"""Facts about one op that its rule must account for: padded dims of operands, and numbers that depend on sizes."""
 
 from __future__ import annotations
 

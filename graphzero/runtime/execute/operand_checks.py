@@ -1,9 +1,9 @@
-"""Kernels that read and write wherever their operands say: of a program that was read from a text, looked at first.
+"""Checks of operands before kernels that would access memory out of bounds: for programs read from a text.
 
-In a captured program an index comes from the op that chose it, and a gradient has the shape of what it is of.  ATen's
-backward kernels rely on that and look no further, so an index in a text that lies outside of its tensor, or a gradient
-of another shape, would read and write memory of others.  ``KernelGuard`` looks before each of these kernels, and before
-graphzero's own ops that call them, and raises; programs that were captured run without it.
+In a captured program an index comes from the op that chose it, and a gradient has the shape of its value.  ATen's
+backward kernels rely on that without a check, so an index in a text that lies outside of its tensor, or a gradient of
+another shape, would read and write foreign memory.  ``KernelGuard`` checks before each of these kernels, and before
+graphzero's own ops that call them, and raises.  Programs that were captured run without it.
 
 What must hold of the operands is in ``conditions``.
 """

@@ -1,7 +1,7 @@
-"""Writing into tensors that are there already: states, and values that nobody reads again.
+"""Writes into tensors that exist already: states, and values that are not read again.
 
-What leaves the step and would change under a write is copied before the first one; a tensor that local ranks hold
-between them is written by one of them, when no other one reads it any more.
+A result of the step that a write would change is copied before the first write.  A tensor that local ranks share is
+written by one of them, after the last read of the others.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Here is only what goes together; how a region is compiled is ``inductor``.
 
 A region is everything computed between two things that it must not hold: collectives, writes into states, and ops that
-a compiler has nothing to give for (``COMPILED`` lists those it has).  Cutting the program at every such op would
+that gain nothing from a compiler (``COMPILED`` lists those that do).  Cutting the program at every such op would
 leave slivers, for a backward launches a reduction wherever a bucket is full.  So a region goes on past them:
 
 * what does not read the region runs before it; but ``wait`` stays behind, where it waits less, and so does the update;

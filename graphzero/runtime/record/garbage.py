@@ -1,4 +1,4 @@
-"""Python's garbage collection at chosen times: not while a recording is made, nor where it would free nothing."""
+"""Python's garbage collection, suspended while a recording is made and where it would free nothing."""
 
 from __future__ import annotations
 

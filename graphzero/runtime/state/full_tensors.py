@@ -1,6 +1,6 @@
 """Full tensors in modules, in place of split ones, for as long as eager code is to see them.
 
-What stood there is put back as it was, object and memory; what was written in place is then taken into it.
+Afterwards the split tensors are put back, the same objects in the same memory, with what was written in place.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Detection of changes to modules, and of other tensors in optimizer states, since a program was bound.
 
-Every call asks, and nothing that a user may do between two calls announces itself.  But Python counts the writes to a
-dict: what dicts hold is looked at again only where that count has changed, and addresses of tensors in loops that run
-in C.  What follows from a change is not decided here.
+Every call checks this, because changes between two calls are not announced.  Python counts the writes to a dict, so
+contents of dicts are compared only where that count has changed, and addresses of tensors in loops that run in C.
+Callers decide how to react to a change.
 """
 
 from __future__ import annotations

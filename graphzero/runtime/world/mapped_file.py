@@ -1,4 +1,4 @@
-"""Tensors in a file: the system keeps them on the disk, and in memory only while somebody reads or writes them.
+"""Tensors in a file: the system keeps them on the disk, and in memory only while they are read or written.
 
 The file has no name in its folder, so it goes with the last tensor that lies in it, also where a process is killed.
 """
