@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from graphzero.errors import ScheduleError
 from graphzero.schedules.queues import Item, Queue, Stop
 from graphzero.schedules.schedule import PipelineSchedule
 from graphzero.schedules.values import Position
@@ -38,11 +37,3 @@ def describe_circle(
             link += f", which stands behind {format_item(head)}"
         links.append(link)
     return stops[circle[0]].head, ", which ".join(links)
-
-
-def circle_error(
-    schedule: PipelineSchedule, stops: Mapping[Queue, Stop[Position]], queue_of: Callable[[Position], Queue]
-) -> ScheduleError:
-    """The error of queues of cells that stand still: see ``describe_circle``.  queue_of: the queue of a cell."""
-    (row, column), text = describe_circle(stops, queue_of, lambda position: format_place(schedule, position))
-    return ScheduleError(f"row {row}, column {column}: '{schedule.rows[row][column]}' {text}", row, column)

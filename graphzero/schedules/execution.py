@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from functools import partial
+from operator import itemgetter
 
 from graphzero.errors import ScheduleError
-from graphzero.schedules.circles import circle_error
+from graphzero.schedules.circles import describe_circle, format_place
 from graphzero.schedules.queues import Stop
 from graphzero.schedules.schedule import PipelineSchedule
 from graphzero.schedules.values import Dependencies, Position, Value, format_value, locate_values, made_values
@@ -50,4 +52,5 @@ def _stop_error(schedule: PipelineSchedule, absent: dict[Position, Value]) -> Sc
             problem = f"'{schedule.rows[row][column]}' needs '{format_value(value)}', which no cell runs"
             return ScheduleError(f"row {row}, column {column}: {problem}", row, column)
     stops = {head[0]: Stop(head, makers[value]) for head, value in sorted(absent.items())}
-    return circle_error(schedule, stops, lambda position: position[0])
+    (row, column), text = describe_circle(stops, itemgetter(0), partial(format_place, schedule))
+    return ScheduleError(f"row {row}, column {column}: '{schedule.rows[row][column]}' {text}", row, column)

@@ -53,23 +53,6 @@ def _micro_batch(micro_batch: int | None) -> int:
     return micro_batch
 
 
-def has_equal_orders(rows: Rows) -> bool:
-    """Whether neighbouring stages on different ranks take micro-batches in one order, forward and backward."""
-    orders: dict[tuple[int, bool], list[int | None]] = {}
-    rank_of: dict[int, int] = {}
-    for rank, row in enumerate(rows):
-        for action in row:
-            rank_of[action.stage] = rank
-            if action.kind is not WEIGHT:
-                orders.setdefault((action.stage, action.kind is F), []).append(action.micro_batch)
-    return all(
-        orders[stage, is_forward] == orders[stage + 1, is_forward]
-        for stage in range(len(rank_of) - 1)
-        for is_forward in (True, False)
-        if rank_of[stage] != rank_of[stage + 1]
-    )
-
-
 def random_rows(generator: random.Random) -> tuple[Rows, int, int]:
     """(rows, stages, micro-batches): stages on ranks at random, a random order that all ranks can run."""
     ranks = generator.randint(1, 4)

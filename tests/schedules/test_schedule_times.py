@@ -13,7 +13,6 @@ from graphzero.schedules import (
     count_in_flight,
     draw_timeline,
     generate_schedule,
-    lower_schedule,
     most_in_flight,
     parse_csv,
     simulate_schedule,
@@ -86,16 +85,6 @@ def test_ranks_wait_for_transfers_and_for_slow_stages() -> None:
 def test_nothing_travels_between_stages_of_one_rank() -> None:
     costs = ScheduleCosts(transfers={(0, 1): 1.0, (1, 0): 1.0, (1, 2): 50.0, (2, 1): 50.0, (2, 3): 1.0, (3, 2): 1.0})
     assert simulate_schedule(generate_schedule("zbv", 2, 1), costs).makespan == 4 + 2 + 5 + 2 + 1
-
-
-def test_sends_and_receives_in_the_rows_change_no_time() -> None:
-    costs = ScheduleCosts({(2, ActionKind.FORWARD): 1.7}, {(stage, stage + 1): 0.3 for stage in range(7)})
-    for name in GENERATORS:
-        schedule = generate_schedule(name, 4, 6)
-        plain = simulate_schedule(schedule, costs)
-        lowered = simulate_schedule(lower_schedule(schedule, "late"), costs)
-        assert lowered.makespan >= plain.makespan and lowered.bubble >= plain.bubble
-        assert simulate_schedule(lower_schedule(schedule, "early")).makespan == simulate_schedule(schedule).makespan
 
 
 def test_a_receive_that_is_posted_late_begins_its_transfer_late() -> None:
