@@ -101,7 +101,8 @@ def run_without_interface(rank: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "eth9"
     with contextlib.redirect_stderr(io.StringIO()) as err:
         status = main(["doctor"])
-    (folder / f"without_interface_{rank}").write_text(json.dumps([status, err.getvalue()]))
+        again = main(["doctor"])  # with the other rank, which may still be at its first try
+    (folder / f"without_interface_{rank}").write_text(json.dumps([max(status, again), err.getvalue()]))
 
 
 def results_of(work: Callable[[int, Path], None], ranks: int, folder: Path) -> list[tuple[int, str]]:
@@ -124,9 +125,10 @@ def test_two_ranks_are_compared_with_virtual_ones_and_say_how_they_talk(tmp_path
 
 
 def test_an_interface_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
-    ((status, text),) = results_of(run_without_interface, 1, tmp_path)
-    assert status == 2 and text.startswith("graphzero: PlacementError: gloo cannot connect this rank, on host ")
-    assert "Unable to find address for: eth9" in text and re.search(r"it is eth9, and this host has .*\blo\b", text)
+    for status, text in results_of(run_without_interface, 2, tmp_path):
+        assert status == 2 and text.startswith("graphzero: PlacementError: gloo cannot connect this rank, on host ")
+        assert "Unable to find address for: eth9" in text and re.search(r"it is eth9, and this host has .*\blo\b", text)
+        assert re.search(r"first try .* failed: .*eth9\n .*start all processes anew", text)
 
 
 WRONG = [

@@ -6,15 +6,18 @@ Only what is made here is torn down, at interpreter exit.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import socket
+import threading
 import warnings
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphzero.errors import PlacementError
-from graphzero.runtime.transport.process_monitor import check_own_process
+from graphzero.logs import event
+from graphzero.runtime.transport.process_monitor import LONG_WAIT, check_own_process
 from graphzero.runtime.transport.teardown import before_tear_down, tear_down
 from graphzero.runtime.world import rendezvous
 from graphzero.runtime.world.accelerators import ACCELERATORS, Accelerator
@@ -23,6 +26,9 @@ from graphzero.sbp.placement import Placement, as_placement, placement
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec", "SLURM_STEP_NUM_TASKS": "srun"}
+_NOT_CONNECTED = ("Unable to find address for", "connectFullMesh failed")
+_LOST = (dist.DistStoreError, dist.DistNetworkError)  # the store has no answer, or its host has ended
+_failures: list[str] = []  # why this process could not connect
 
 
 def has_launcher() -> bool:
@@ -116,14 +122,25 @@ def located(wanted: Placement | DeviceMesh) -> Placement:
 
 
 def ensure_world(device_type: str | None) -> None:
-    """Initialise the default process group from torchrun's environment, unless it is initialised already."""
+    """Initialise the default process group from torchrun's environment, unless it is initialised already.
+
+    Raises PlacementError where ranks cannot connect, and where an earlier try of this process has failed.
+    """
     if has_world():
         return
+    if _failures:
+        raise PlacementError(
+            f"this process has no process group: its first try to connect with the other ranks failed: {_failures[0]}\n"
+            "  Others may wait for that try still, so there is no second one: start all processes anew"
+        )
     kind = device_type or _device_type(int(os.environ["WORLD_SIZE"]))
     accelerator = ACCELERATORS.get(kind)
     if accelerator is not None:
         _take_own(accelerator)
     backend = "gloo" if accelerator is None else f"cpu:gloo,{kind}:{accelerator.backend}"
+    log_wait = threading.Timer(LONG_WAIT, _log_wait)
+    log_wait.daemon = True
+    log_wait.start()
     try:
         if rendezvous.is_kept_over_restarts():
             store, rank, size = rendezvous.join_job()
@@ -131,21 +148,40 @@ def ensure_world(device_type: str | None) -> None:
         else:
             dist.init_process_group(backend)
     except RuntimeError as error:
-        if "Unable to find address for" in str(error) or "connectFullMesh failed" in str(error):
-            raise _not_connected(error) from error
+        _failures.append(_reason(error))
+        if isinstance(error, _LOST) or any(text in str(error) for text in _NOT_CONNECTED):
+            raise PlacementError(
+                f"gloo cannot connect this rank, on host {socket.gethostname()}, with the others: {_failures[-1]}\n"
+                f"  {_interfaces()}"
+            ) from error
         raise
+    finally:
+        log_wait.cancel()
     atexit.register(tear_down, dist.group.WORLD)
 
 
-def _not_connected(error: RuntimeError) -> PlacementError:
-    """The error of a rank that gloo cannot connect with the others."""
-    reason = str(error).strip().splitlines()[0].rpartition("] ")[2][:200]
-    wanted, interfaces = os.environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
-    return PlacementError(
-        f"gloo cannot connect this rank, on host {socket.gethostname()}, with the others: {reason}\n"
-        "  GLOO_SOCKET_IFNAME names the interface by which the hosts of the job reach each other; it is "
-        f"{wanted or 'not set'}, and this host has {', '.join(interfaces)}"
+def _reason(error: RuntimeError) -> str:
+    """The first line of an error of torch's, without the place in its sources."""
+    return str(error).strip().splitlines()[0].rpartition("] ")[2][:200]
+
+
+def _interfaces() -> str:
+    """The setting of gloo's interface, and those of this host."""
+    wanted, names = os.environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
+    return (
+        "GLOO_SOCKET_IFNAME names the interface by which the hosts of the job reach each other; it is "
+        f"{wanted or 'not set'}, and this host has {', '.join(names)}"
     )
+
+
+def _log_wait() -> None:
+    """Log that the process group of this rank is not there yet."""
+    rank, size = own_rank(), os.environ.get("WORLD_SIZE", "all")
+    text = (
+        f"rank {rank} has waited {LONG_WAIT:.0f} s for {size} ranks to start and to connect, on host "
+        f"{socket.gethostname()}. Look whether another rank has raised an error. {_interfaces()}"
+    )
+    event("waits", text, logging.WARNING, rank=rank)
 
 
 def _take_own(accelerator: Accelerator) -> None:
