@@ -48,156 +48,64 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-
-def _never(name: str) -> NoReturn:
-    raise RuntimeError(f"{name} is an op of graphzero's graphs; a runtime executes it, Python does not call it")
+Op = Callable[..., Any]
 
 
-def use(p: Any) -> Any:
-    _never("use")
+def _op(name: str) -> Op:
+    def op(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"{name} is an op of graphzero's graphs; a runtime executes it, Python does not call it")
+
+    op.__name__ = op.__qualname__ = name
+    return op
 
 
-def box(x: Any) -> Any:
-    _never("box")
+use = _op("use")
+box = _op("box")
+relabel = _op("relabel")
+slice_shard = _op("slice_shard")
+all_gather = _op("all_gather")
+reduce_scatter = _op("reduce_scatter")
+all_reduce = _op("all_reduce")
+all_to_all = _op("all_to_all")
+shift = _op("shift")
+keep_first = _op("keep_first")
+place_shard = _op("place_shard")
+bucket_all_gather = _op("bucket_all_gather")
+bucket_reduce_scatter = _op("bucket_reduce_scatter")
+bucket_all_reduce = _op("bucket_all_reduce")
+bucket_shift = _op("bucket_shift")
+launch = _op("launch")
+wait = _op("wait")
+assign = _op("assign")
+host_room = _op("host_room")
+to_device_launch = _op("to_device_launch")
+to_device_wait = _op("to_device_wait")
+to_host_launch = _op("to_host_launch")
+to_host_wait = _op("to_host_wait")
+micro_batch = _op("micro_batch")
+take = _op("take")
+accumulator = _op("accumulator")
+accumulate = _op("accumulate")
+accumulate_mm = _op("accumulate_mm")
+put = _op("put")
+carry = _op("carry")
 
-
-def relabel(x: Any) -> Any:
-    _never("relabel")
-
-
-def slice_shard(x: Any, dim: int, axis: str) -> Any:
-    _never("slice_shard")
-
-
-def all_gather(x: Any, dim: int, axis: str) -> Any:
-    _never("all_gather")
-
-
-def reduce_scatter(x: Any, dim: int, axis: str) -> Any:
-    _never("reduce_scatter")
-
-
-def all_reduce(x: Any, axis: str, reduction: str = "sum") -> Any:
-    _never("all_reduce")
-
-
-def all_to_all(x: Any, src: int, dst: int, axis: str) -> Any:
-    _never("all_to_all")
-
-
-def shift(x: Any, dim: int, axis: str) -> Any:
-    _never("shift")
-
-
-def keep_first(x: Any, axis: str) -> Any:
-    _never("keep_first")
-
-
-def place_shard(x: Any, dim: int, axis: str) -> Any:
-    _never("place_shard")
-
-
-def bucket_all_gather(xs: Any, dims: Any, axis: str) -> Any:
-    _never("bucket_all_gather")
-
-
-def bucket_reduce_scatter(xs: Any, dims: Any, axis: str) -> Any:
-    _never("bucket_reduce_scatter")
-
-
-def bucket_all_reduce(xs: Any, axis: str, reduction: str = "sum") -> Any:
-    _never("bucket_all_reduce")
-
-
-def bucket_shift(xs: Any, dims: Any, axis: str) -> Any:
-    _never("bucket_shift")
-
-
-def launch(collective: str, slot: int, *args: Any) -> Any:
-    _never("launch")
-
-
-def wait(h: Any) -> Any:
-    _never("wait")
-
-
-def assign(p: Any, x: Any) -> Any:
-    _never("assign")
-
-
-def host_room(x: Any) -> Any:
-    _never("host_room")
-
-
-def to_device_launch(p: Any) -> Any:
-    _never("to_device_launch")
-
-
-def to_device_wait(launched: Any, p: Any) -> Any:
-    _never("to_device_wait")
-
-
-def to_host_launch(p: Any, x: Any) -> Any:
-    _never("to_host_launch")
-
-
-def to_host_wait(launched: Any, x: Any) -> Any:
-    _never("to_host_wait")
-
-
-def micro_batch(k: int) -> Any:
-    _never("micro_batch")
-
-
-def take(x: Any, dim: int, i: Any, k: int) -> Any:
-    _never("take")
-
-
-def accumulator(shape: Any, dtype: Any) -> Any:
-    _never("accumulator")
-
-
-def accumulate(a: Any, x: Any, i: Any, k: int, how: str = "sum") -> Any:
-    _never("accumulate")
-
-
-def accumulate_mm(a: Any, x: Any, y: Any, i: Any, k: int) -> Any:
-    _never("accumulate_mm")
-
-
-def put(a: Any, x: Any, dim: int, i: Any, k: int) -> Any:
-    _never("put")
-
-
-def carry(a: Any, x: Any) -> Any:
-    _never("carry")
-
-
-COLLECTIVES: tuple[Callable[..., Any], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, shift)
-BUCKETS: tuple[Callable[..., Any], ...] = (bucket_all_gather, bucket_reduce_scatter, bucket_all_reduce, bucket_shift)
+COLLECTIVES: tuple[Op, ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, shift)
+BUCKETS: tuple[Op, ...] = (bucket_all_gather, bucket_reduce_scatter, bucket_all_reduce, bucket_shift)
 # In how many sections of a dim a piece falls, the SBPs of operand and result say; so does ``ir.layout``.
 IN_SECTIONS = tuple(op.__name__ for op in (all_gather, reduce_scatter, all_reduce, shift))
-MOVES: tuple[Callable[..., Any], ...] = (*COLLECTIVES, relabel, slice_shard, keep_first, place_shard)
-
-
-COMMUNICATING: tuple[Callable[..., Any], ...] = (*COLLECTIVES, *BUCKETS, launch, wait)  # where ranks meet
-
-IN_TURN: tuple[Callable[..., Any], ...] = (take, accumulator, accumulate, accumulate_mm, put, carry)  # micro-batches
-HOST_LAUNCHES: tuple[Callable[..., Any], ...] = (to_device_launch, to_host_launch)
-HOST_WAITS: tuple[Callable[..., Any], ...] = (to_device_wait, to_host_wait)
-HOST_COPIES: tuple[Callable[..., Any], ...] = (*HOST_LAUNCHES, *HOST_WAITS)
-ASSIGNING: tuple[Callable[..., Any], ...] = (assign, to_host_launch)  # of which the first operand is not read
-WRITING: tuple[Callable[..., Any], ...] = (
-    *ASSIGNING,
-    *HOST_WAITS,
-    accumulate,
-    accumulate_mm,
-    put,
-    carry,
-)  # into the storage of their first operand
+MOVES: tuple[Op, ...] = (*COLLECTIVES, relabel, slice_shard, keep_first, place_shard)
+COMMUNICATING: tuple[Op, ...] = (*COLLECTIVES, *BUCKETS, launch, wait)  # where ranks meet
+IN_TURN: tuple[Op, ...] = (take, accumulator, accumulate, accumulate_mm, put, carry)  # micro-batches
+HOST_LAUNCHES: tuple[Op, ...] = (to_device_launch, to_host_launch)
+HOST_WAITS: tuple[Op, ...] = (to_device_wait, to_host_wait)
+HOST_COPIES: tuple[Op, ...] = (*HOST_LAUNCHES, *HOST_WAITS)
+ASSIGNING: tuple[Op, ...] = (assign, to_host_launch)  # of which the first operand is not read
+# Into the storage of their first operand.
+WRITING: tuple[Op, ...] = (*ASSIGNING, *HOST_WAITS, accumulate, accumulate_mm, put, carry)
 ACCUMULATIONS = ("sum", "max", "min", "mean")
 
-_ALL: tuple[Callable[..., Any], ...] = (
+_ALL: tuple[Op, ...] = (
     use, box, *MOVES, *BUCKETS, launch, wait, assign, host_room, *HOST_COPIES, micro_batch, *IN_TURN,
 )  # fmt: skip
-BY_NAME: dict[str, Callable[..., Any]] = {op.__name__: op for op in _ALL}
+BY_NAME: dict[str, Op] = {op.__name__: op for op in _ALL}
