@@ -56,6 +56,12 @@ def dim_of(value: Any, ndim: int) -> int:
     return int(value) % max(ndim, 1)
 
 
+def beside(shape: Sequence[int], *whole: Any) -> str:
+    """One letter per dim of a tensor, but ``_`` for those that arguments name: they stay whole."""
+    at = [dim_of(dim, len(shape)) for dim in whole]
+    return "".join("_" if i in at else name for i, name in enumerate(letters(len(shape))))
+
+
 def put(dims: Sequence[str], at: int, name: str) -> str:
     """``dims`` with the one at ``at`` called ``name``."""
     return "".join((*dims[:at], name, *dims[at + 1 :]))

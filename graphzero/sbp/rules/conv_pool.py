@@ -10,12 +10,10 @@ from graphzero.sbp.rules._factor_lines import MOVE, overloads
 def _convolution(call: Call, weight: int) -> tuple[str, str, str, str]:
     """(input, weight, bias, output).  Grouped ones mix channels of a group only, so channels stay whole."""
     space = len(call.tensors[weight].shape) - 2
-    c, o = ("c", "o") if call["groups"] == 1 else ("C", "O")
     size = "_" * space
     if call["groups"] != 1:
-        return f"nC{size}", f"_{'_' + size}", "O", f"nO{size}"
-    first, second = (c, o) if call["transposed"] else (o, c)
-    return f"n{c}{size}", f"{first}{second}{size}", o, f"n{o}{size}"
+        return f"nC{size}", f"__{size}", "O", f"nO{size}"
+    return f"nc{size}", f"{'co' if call['transposed'] else 'oc'}{size}", "o", f"no{size}"
 
 
 @rule(overloads("convolution"), nonempty=True)
@@ -57,18 +55,15 @@ def average_pool(call: Call) -> str:
     return f"{'' if call.tensors[0].dtype.is_floating_point else '~'}...{space}->...{space}"
 
 
-_RESAMPLE = ["upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
-             "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"]  # fmt: skip
-for _name in _RESAMPLE:
-    _space = "_" * int(_name[-2])
+RESAMPLINGS = """
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d
+    upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa
+"""
+for _name in RESAMPLINGS.split():
+    _space = "_" * int(_name[_name.index("d") - 1])
     rule(overloads(_name), f"...{_space}->...{_space}", nonempty=True)
     rule(overloads(f"{_name}_backward"), f"...{_space}->...{_space}", nonempty=True,
-         sizes={"input_size": lambda i, o: o[0]})  # fmt: skip
-
-for _name in ("nearest_exact1d", "nearest_exact2d", "nearest_exact3d", "bilinear2d_aa", "bicubic2d_aa", "lanczos2d_aa"):
-    _space = "_" * int(_name[_name.index("d") - 1])
-    rule(overloads(f"_upsample_{_name}"), f"...{_space}->...{_space}", nonempty=True)
-    rule(overloads(f"_upsample_{_name}_backward"), f"...{_space}->...{_space}", nonempty=True,
          sizes={"input_size": lambda i, o: o[0]})  # fmt: skip
 rule(overloads("fractional_max_pool2d"), "~nc__,~nc_->nc__,nc__", nonempty=True)
 rule(overloads("fractional_max_pool3d"), "~nc___,~nc_->nc___,nc___", nonempty=True)

@@ -3,12 +3,14 @@ has an offset form: then each rank reads zeros outside of its piece, or writes i
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 import graphzero.ops  # noqa: F401
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import Offset, Rule, rule
-from graphzero.sbp.rules._factor_lines import GROWING, MOVE, broadcast, dim_of, is_zero, letters, overloads, put
+from graphzero.sbp.rules._factor_lines import GROWING, MOVE, beside, broadcast, dim_of, is_zero, letters, overloads, put
 from graphzero.sbp.signature import TensorMeta
 
 PLACE = "q"  # the dim that is indexed, where it is split; other dims have letters from a on, an index has z
@@ -44,9 +46,7 @@ def _select(call: Call, name: str = "_") -> str | None:
     return f"{word}{put(dims, at, name)},~{index}->{put(dims, at, index or '1')}"
 
 
-@rule(overloads("index_select"), offset=_offset("index_select", lambda call: _select(call, PLACE)))
-def index_select(call: Call) -> str | None:
-    return _select(call)
+rule(overloads("index_select"), _select, offset=_offset("index_select", partial(_select, name=PLACE)))
 
 
 def _aligned(call: Call) -> bool:
@@ -64,19 +64,14 @@ def _pointed(call: Call, *others: tuple[int, ...], name: str = "_") -> tuple[str
     return put(dims, at, name), put(dims, at, "z")
 
 
-def _gathered(call: Call) -> str | None:
+def _gathered(call: Call, name: str = "_", word: str = MOVE) -> str | None:
     if not _aligned(call):
         return None
-    own, index = _pointed(call, name=PLACE)
-    return f"{own},~{index}->{index}"
+    own, index = _pointed(call, name=name)
+    return f"{word}{own},~{index}->{index}"
 
 
-@rule(overloads("gather"), offset=_offset("gather", _gathered))
-def gather(call: Call) -> str | None:
-    if not _aligned(call):
-        return None
-    own, index = _pointed(call)
-    return f"{MOVE}{own},~{index}->{index}"
+rule(overloads("gather"), _gathered, offset=_offset("gather", partial(_gathered, name=PLACE, word="")))
 
 
 def _written(call: Call, name: str = "_") -> tuple[str, str] | None:
@@ -101,9 +96,7 @@ def _scattered(call: Call, name: str = "_") -> str | None:
     return f"{mark}{own},~{index.replace('z', '_')}->{own}"
 
 
-@rule(overloads("scatter.value"), offset=_offset("scatter_value", lambda call: _scattered(call, PLACE)))
-def scatter_value(call: Call) -> str | None:
-    return _scattered(call)
+rule(overloads("scatter.value"), _scattered, offset=_offset("scatter_value", partial(_scattered, name=PLACE)))
 
 
 def _added(call: Call, name: str = "_") -> str | None:
@@ -117,26 +110,16 @@ def _added(call: Call, name: str = "_") -> str | None:
     return f"{own}+~{index},{index}->{own}"
 
 
-@rule(overloads("scatter_add"), offset=_offset("scatter_add", lambda call: _added(call, PLACE)))
-def scatter_add(call: Call) -> str | None:
-    return _added(call)
+rule(overloads("scatter_add"), _added, offset=_offset("scatter_add", partial(_added, name=PLACE)))
 
 
-@rule(overloads("scatter.value_reduce"))
-def scatter_value_reduce(call: Call) -> str | None:
-    if (dims := _written(call)) is None:
-        return None
-    own, index = dims
-    return f"~{own},~{index.replace('z', '_')}->{own}"
-
-
-@rule(overloads("scatter.reduce", "scatter_reduce.two"))
+@rule(overloads("scatter.value_reduce", "scatter.reduce", "scatter_reduce.two"))
 def scatter_reduce(call: Call) -> str | None:
     if (dims := _written(call)) is None:
         return None
     own, index = dims
-    index = index.replace("z", "_")
-    return f"~{own},~{index},~{index}->{own}"
+    others = f",~{index.replace('z', '_')}" * (len(call.tensors) - 1)
+    return f"~{own}{others}->{own}"
 
 
 def _rows_added(call: Call, name: str = "_") -> str | None:
@@ -148,36 +131,24 @@ def _rows_added(call: Call, name: str = "_") -> str | None:
     return f"{put(dims, at, name)}+~z,{put(dims, at, 'z')}->{put(dims, at, name)}"
 
 
-@rule(overloads("index_add"), offset=_offset("index_add", lambda call: _rows_added(call, PLACE)))
-def index_add(call: Call) -> str | None:
-    return _rows_added(call)
+rule(overloads("index_add"), _rows_added, offset=_offset("index_add", partial(_rows_added, name=PLACE)))
 
 
 @rule(overloads("index_copy"))
 def index_copy(call: Call) -> str | None:
-    if not call.shape:
-        return None
-    line = put(letters(len(call.shape)), dim_of(call["dim"], len(call.shape)), "_")
-    if len(call.tensors[1].shape) != 1 or len(call.tensors[2].shape) != len(call.shape):
+    line = beside(call.shape, call["dim"])
+    if not call.shape or len(call.tensors[1].shape) != 1 or len(call.tensors[2].shape) != len(call.shape):
         return None
     return f"{MOVE}{line}+~_,{line}->{line}"
 
 
-@rule(overloads("index_fill.int_Scalar"))
+@rule(overloads("index_fill.int_Scalar", "index_fill.int_Tensor"))
 def index_fill(call: Call) -> str | None:
     if not call.shape:
         return None
-    line = put(letters(len(call.shape)), dim_of(call["dim"], len(call.shape)), "_")
-    word = MOVE if is_zero(call["value"]) else GROWING
-    return f"{word}{line},~{'_' * len(call.tensors[1].shape)}->{line}"
-
-
-@rule(overloads("index_fill.int_Tensor"))
-def index_fill_tensor(call: Call) -> str | None:
-    if not call.shape:
-        return None
-    line = put(letters(len(call.shape)), dim_of(call["dim"], len(call.shape)), "_")
-    return f"{MOVE}{line},~{'_' * len(call.tensors[1].shape)}+->{line}"
+    line, is_tensor = beside(call.shape, call["dim"]), isinstance(call["value"], TensorMeta)
+    word = MOVE if is_tensor or is_zero(call["value"]) else GROWING
+    return f"{word}{line},~{'_' * len(call.tensors[1].shape)}{'+' * is_tensor}->{line}"
 
 
 def _indexed(call: Call) -> tuple[str, list[str], str] | None:

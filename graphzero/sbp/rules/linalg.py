@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._factor_lines import dims_of, letters, overloads
+from graphzero.sbp.rules._factor_lines import beside, dims_of, overloads
 
 MATRICES = {
     "linalg_cholesky_ex linalg_inv_ex": "~...__->...__,...",
@@ -56,8 +56,7 @@ def pseudo_inverse(call: Call) -> str:
 @rule(overloads("_fft_r2c", "_fft_c2r", "_fft_c2c"), nonempty=True)
 def fourier(call: Call) -> str:
     """Dims that are transformed stay whole."""
-    taken = dims_of(call["dim"], len(call.shape))
-    line = "".join("_" if i in taken else name for i, name in enumerate(letters(len(call.shape))))
+    line = beside(call.shape, *dims_of(call["dim"], len(call.shape)))
     return f"{line}->{line}"
 
 

@@ -4,6 +4,8 @@ where a rank knows which it has: each picks the scores of targets in its piece."
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 import graphzero.ops  # noqa: F401
@@ -45,7 +47,7 @@ for _name in ("nll_loss", "nll_loss2d"):
     _own = getattr(torch.ops.graphzero, f"{_name}_forward_from"), getattr(torch.ops.graphzero, f"{_name}_backward_from")
     _split = Offset(_own[0].default, _nll_of_pieces, 0, 1)
     rule(overloads(f"{_name}_forward"), _nll, offset=_split)
-    _split = Offset(_own[1].default, lambda call: _nll_backward(call, "c"), -1, 1)
+    _split = Offset(_own[1].default, partial(_nll_backward, classes="c"), -1, 1)
     rule(overloads(f"{_name}_backward"), _nll_backward, offset=_split)
 
 
@@ -55,32 +57,23 @@ def cross_entropy_backward(call: Call) -> str:
     return _nll_backward(call).replace("?", "~")
 
 
-@rule(overloads("multi_margin_loss"), nonempty=True)
-def multi_margin_loss(call: Call) -> str | None:
-    if len(call.shape) < 2 or call["reduction"] == MEAN:
+# The number of the operand that scores are, and the line; {n} stands for the dim of a loss that is not reduced.
+MARGINS = {
+    "multi_margin_loss": (0, "~n_,~n,~_->{n}"),
+    "multi_margin_loss_backward": (1, "{n},~n_,~n,~_->n_"),
+    "multilabel_margin_loss_forward": (0, "~n_,~n_->{n},n_"),
+    "multilabel_margin_loss_backward": (1, "{n},~n_,~n_,~n_->n_"),
+}
+
+
+def _margin(call: Call, scores: int, line: str) -> str | None:
+    if len(call.tensors[scores].shape) < 2 or call["reduction"] == MEAN:
         return None
-    return f"~n_,~n,~_->{'n' if call['reduction'] == NONE else ''}"
+    return line.format(n="n" if call["reduction"] == NONE else "")
 
 
-@rule(overloads("multi_margin_loss_backward"), nonempty=True)
-def multi_margin_loss_backward(call: Call) -> str | None:
-    if len(call.tensors[1].shape) < 2 or call["reduction"] == MEAN:
-        return None
-    return f"{'n' if call['reduction'] == NONE else ''},~n_,~n,~_->n_"
-
-
-@rule(overloads("multilabel_margin_loss_forward"), nonempty=True)
-def multilabel_margin_loss(call: Call) -> str | None:
-    if len(call.shape) < 2 or call["reduction"] == MEAN:
-        return None
-    return f"~n_,~n_->{'n' if call['reduction'] == NONE else ''},n_"
-
-
-@rule(overloads("multilabel_margin_loss_backward"), nonempty=True)
-def multilabel_margin_loss_backward(call: Call) -> str | None:
-    if len(call.tensors[1].shape) < 2 or call["reduction"] == MEAN:
-        return None
-    return f"{'n' if call['reduction'] == NONE else ''},~n_,~n_,~n_->n_"
+for _name, (_scored, _line) in MARGINS.items():
+    rule(overloads(_name), partial(_margin, scores=_scored, line=_line), nonempty=True)
 
 
 LOSSES = """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from math import prod
+
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
 from graphzero.sbp.rules._factor_lines import dim_of, overloads, put
@@ -39,15 +42,8 @@ def rms_norm_backward(call: Call) -> str:
 GROUP_SIZES = {
     "N": lambda i, o: i[0][0],
     "C": lambda i, o: i[0][1],
-    "HxW": lambda i, o: _product(i[0][2:]),
+    "HxW": lambda i, o: prod(i[0][2:]),
 }
-
-
-def _product(sizes: list[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 @rule(overloads("native_group_norm"), sizes=GROUP_SIZES, nonempty=True)
@@ -78,14 +74,9 @@ def _batch_norm(call: Call, training: bool, outputs: int) -> str:
     return f"{operands}->{','.join([x, *rest])}"
 
 
-@rule(overloads("_native_batch_norm_legit_no_training"), nonempty=True)
-def batch_norm_evaluation(call: Call) -> str:
-    return _batch_norm(call, False, 3)
-
-
-@rule(overloads("_batch_norm_with_update_functional"), nonempty=True)
-def batch_norm_with_update(call: Call) -> str:
-    return _batch_norm(call, True, 6)
+_evaluation, _update = (partial(_batch_norm, training=training, outputs=n) for training, n in ((False, 3), (True, 6)))
+rule(overloads("_native_batch_norm_legit_no_training"), _evaluation, nonempty=True)
+rule(overloads("_batch_norm_with_update_functional"), _update, nonempty=True)
 
 
 BATCH_NORMS = "native_batch_norm _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional"

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._factor_lines import GROWING, MOVE, is_zero, overloads
+from graphzero.sbp.rules._factor_lines import GROWING, MOVE, beside, is_zero, overloads
 
 LINEAR = {
+    "mul.Scalar div.Scalar true_divide.Scalar neg _neg_view": "...->...",
+    "real imag _conj _conj_physical conj_physical": "...->...",
+    "deg2rad rad2deg positive": MOVE + "...->...",
     "mul.Tensor": "...,...->...",
-    "mul.Scalar": "...->...",
-    "div.Tensor": "...,~...->...",
-    "div.Scalar": "...->...",
-    "true_divide.Tensor": "...,~...->...",
-    "true_divide.Scalar": "...->...",
-    "neg": "...->...",
-    "deg2rad": MOVE + "...->...",
-    "rad2deg": MOVE + "...->...",
-    "positive": MOVE + "...->...",
+    "div.Tensor true_divide.Tensor ldexp.Tensor native_dropout_backward": "...,~...->...",
+    "lerp.Scalar rsub.Tensor": "...+...->...",
     "addcmul": "...+...,...->...",
-    "addcdiv": "...+...,~...->...",
-    "lerp.Scalar": "...+...->...",
-    "lerp.Tensor": "...+...,~...->...",
-    "ldexp.Tensor": "...,~...->...",
-    "rsub.Tensor": "...+...->...",
-    "native_dropout_backward": "...,~...->...",
-    "real": "...->...",
-    "imag": "...->...",
-    "_conj": "...->...",
-    "_conj_physical": "...->...",
-    "conj_physical": "...->...",
-    "_neg_view": "...->...",
+    "addcdiv lerp.Tensor": "...+...,~...->...",
 }
 
 # (gradient, anything saved from forward): linear in the gradient alone
@@ -68,8 +53,8 @@ SPECIAL = """
     special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0
 """
 
-for _name, _line in LINEAR.items():
-    rule(overloads(_name), _line)
+for _names, _line in LINEAR.items():
+    rule(overloads(_names), _line)
 for _op in overloads(BACKWARDS):
     _saved = sum("Tensor" in str(a.type) for a in _op._schema.arguments) - 1
     rule(_op, "..." + ",~..." * _saved + "->...")
@@ -111,45 +96,27 @@ def threshold(call: Call) -> str:
     return f"{GROWING}...->..." if growing else "~...->..."
 
 
-@rule(overloads("where.self"))
-def where(call: Call) -> str:
-    return MOVE + "~...,...+...->..."
-
-
-@rule(overloads("where.ScalarOther"))
-def where_scalar_other(call: Call) -> str:
-    return (MOVE if is_zero(call["other"]) else GROWING) + "~...,...->..."
-
-
-@rule(overloads("where.ScalarSelf"))
-def where_scalar_self(call: Call) -> str:
-    return (MOVE if is_zero(call["self"]) else GROWING) + "~...,...->..."
-
-
-rule(overloads("where.Scalar"), "~...->...")
-
-
-@rule(overloads("masked_fill.Scalar"))
-def masked_fill(call: Call) -> str:
+def _with_number(call: Call, number: str, line: str) -> str:
     """A number is its own maximum on all ranks, and its own sum if it is zero."""
-    return (MOVE if is_zero(call["value"]) else GROWING) + "...,~...->..."
+    return (MOVE if is_zero(call[number]) else GROWING) + line
 
 
+rule(overloads("where.self"), MOVE + "~...,...+...->...")
+rule(overloads("where.ScalarOther"), partial(_with_number, number="other", line="~...,...->..."))
+rule(overloads("where.ScalarSelf"), partial(_with_number, number="self", line="~...,...->..."))
+rule(overloads("where.Scalar"), "~...->...")
+rule(overloads("masked_fill.Scalar"), partial(_with_number, number="value", line="...,~...->..."))
 rule(overloads("masked_fill.Tensor"), MOVE + "...,~...+->...")
 
 
 @rule(overloads("glu"))
 def glu(call: Call) -> str:
     """The dim that is halved stays whole."""
-    dims = ["_" if i == call["dim"] % len(call.shape) else name for i, name in enumerate(_names(call))]
-    return f"~{''.join(dims)}->{''.join(dims)}"
+    line = beside(call.shape, call["dim"])
+    return f"~{line}->{line}"
 
 
 @rule(overloads("glu_backward"))
 def glu_backward(call: Call) -> str:
-    dims = ["_" if i == call["dim"] % len(call.shape) else name for i, name in enumerate(_names(call))]
-    return f"{''.join(dims)},~{''.join(dims)}->{''.join(dims)}"
-
-
-def _names(call: Call) -> Any:
-    return "abcdefghij"[: len(call.shape)]
+    line = beside(call.shape, call["dim"])
+    return f"{line},~{line}->{line}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._factor_lines import dim_of, dims_of, letters, overloads
+from graphzero.sbp.rules._factor_lines import beside, dims_of, letters, overloads
 
 
 def reduction(call: Call, *, adds: bool, linear: bool, word: str = "", dim: object = "dim") -> str:
@@ -17,49 +19,16 @@ def reduction(call: Call, *, adds: bool, linear: bool, word: str = "", dim: obje
     return f"{word}{'' if linear else '~'}{''.join(dims)}->{','.join([out] * len(call.outputs))}"
 
 
-@rule(overloads("sum.dim_IntList"))
-def sum_dim(call: Call) -> str:
-    return reduction(call, adds=True, linear=True)
-
-
-@rule(overloads("sum.default"))
-def sum_all(call: Call) -> str:
-    return reduction(call, adds=True, linear=True, dim=None)
-
-
-@rule(overloads("mean.dim"))
-def mean_dim(call: Call) -> str:
-    return reduction(call, adds=False, linear=True)
-
-
-@rule(overloads("mean.default"))
-def mean_all(call: Call) -> str:
-    return reduction(call, adds=False, linear=True, dim=None)
-
-
-@rule(overloads("nansum", "count_nonzero.dim_IntList", "count_nonzero.default"))
-def sum_of_function(call: Call) -> str:
-    return reduction(call, adds=True, linear=False)
-
-
-@rule(overloads("amax", "any.dim", "any.dims"))
-def maximum(call: Call) -> str:
-    return reduction(call, adds=True, linear=True, word="max: ")
-
-
-@rule(overloads("max.default", "any.default"))
-def maximum_all(call: Call) -> str:
-    return reduction(call, adds=True, linear=True, word="max: ", dim=None)
-
-
-@rule(overloads("amin", "all.dim", "all.dims"))
-def minimum(call: Call) -> str:
-    return reduction(call, adds=True, linear=True, word="min: ")
-
-
-@rule(overloads("min.default", "all.default"))
-def minimum_all(call: Call) -> str:
-    return reduction(call, adds=True, linear=True, word="min: ", dim=None)
+total, mean = partial(reduction, adds=True, linear=True), partial(reduction, adds=False, linear=True)
+rule(overloads("sum.dim_IntList"), total)
+rule(overloads("sum.default"), partial(total, dim=None))
+rule(overloads("mean.dim"), mean)
+rule(overloads("mean.default"), partial(mean, dim=None))
+rule(overloads("amax", "any.dim", "any.dims"), partial(total, word="max: "))
+rule(overloads("max.default", "any.default"), partial(total, word="max: ", dim=None))
+rule(overloads("amin", "all.dim", "all.dims"), partial(total, word="min: "))
+rule(overloads("min.default", "all.default"), partial(total, word="min: ", dim=None))
+rule(overloads("nansum", "count_nonzero.dim_IntList", "count_nonzero.default"), partial(total, linear=False))
 
 
 @rule(overloads("linalg_vector_norm"))
@@ -80,37 +49,22 @@ WHOLE_ALL = """
 """
 
 
-@rule(overloads(WHOLE))
-def whole(call: Call) -> str:
-    return reduction(call, adds=False, linear=False)
-
-
-@rule(overloads(WHOLE_ALL))
-def whole_all(call: Call) -> str:
-    return reduction(call, adds=False, linear=False, dim=None)
+rule(overloads(WHOLE), partial(reduction, adds=False, linear=False))
+rule(overloads(WHOLE_ALL), partial(reduction, adds=False, linear=False, dim=None))
 
 
 def along(call: Call, mark: str = "~", operands: int = 1) -> str:
     """An op that runs along one dim and keeps it; the first operand is marked ``mark``, the others are nonlinear."""
-    ndim = len(call.shape)
-    dims = "".join("_" if i == dim_of(call["dim"], ndim) else name for i, name in enumerate(letters(ndim)))
+    dims = beside(call.shape, call["dim"])
     return mark + dims + f",~{dims}" * (operands - 1) + "->" + ",".join([dims] * len(call.outputs))
 
 
-@rule(overloads("cumsum"))
-def cumsum(call: Call) -> str:
-    return along(call, mark="")
-
-
-@rule(overloads("cumprod", "cummax", "cummin", "logcumsumexp", "sort.default", "sort.stable", "argsort.default", "topk",
-                "_softmax", "_log_softmax", "_safe_softmax"))  # fmt: skip
-def along_dim(call: Call) -> str:
-    return along(call)
-
-
-@rule(overloads("_softmax_backward_data", "_log_softmax_backward_data"))
-def softmax_backward(call: Call) -> str:
-    return along(call, mark="", operands=2)
+ALONG = """
+    cumprod cummax cummin logcumsumexp sort.default sort.stable argsort.default topk _softmax _log_softmax _safe_softmax
+"""
+rule(overloads(ALONG), along)
+rule(overloads("cumsum"), partial(along, mark=""))
+rule(overloads("_softmax_backward_data", "_log_softmax_backward_data"), partial(along, mark="", operands=2))
 
 
 @rule(overloads("searchsorted.Tensor"))

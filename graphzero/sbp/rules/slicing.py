@@ -7,7 +7,7 @@ from typing import Any
 
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import Shape, rule
-from graphzero.sbp.rules._factor_lines import GROWING, MOVE, dim_of, is_zero, letters, overloads, put
+from graphzero.sbp.rules._factor_lines import GROWING, MOVE, beside, dim_of, is_zero, letters, overloads, put
 from graphzero.sbp.signature import TensorMeta
 
 INPUT_SIZES = {"input_sizes": lambda i, o: o[0]}
@@ -16,70 +16,58 @@ INPUT_SIZES = {"input_sizes": lambda i, o: o[0]}
 @rule(overloads("slice.Tensor", "slice_copy.Tensor"))
 def slice_(call: Call) -> str:
     """A slice that takes all of its dim may be split along it."""
-    at = dim_of(call["dim"], len(call.shape))
-    dims = letters(len(call.shape))
     everything = call.out == call.shape and call["step"] == 1 and call["start"] in (None, 0)
-    line = "".join(dims) if everything else put(dims, at, "_")
+    line = "".join(letters(len(call.shape))) if everything else beside(call.shape, call["dim"])
     return f"{MOVE}{line}->{line}"
 
 
 @rule(overloads("narrow_copy"))
-def narrow(call: Call) -> str:
-    line = put(letters(len(call.shape)), dim_of(call["dim"], len(call.shape)), "_")
-    return f"{MOVE}{line}->{line}"
-
-
 @rule(overloads("slice_backward"), sizes=INPUT_SIZES)
-def slice_backward(call: Call) -> str:
-    line = put(letters(len(call.out)), dim_of(call["dim"], len(call.out)), "_")
+def narrow(call: Call) -> str:
+    line = beside(call.out, call["dim"])
     return f"{MOVE}{line}->{line}"
 
 
 @rule(overloads("select.int", "select_copy.int"))
 def select(call: Call) -> str:
-    dims, at = letters(len(call.shape)), dim_of(call["dim"], len(call.shape))
-    return f"{MOVE}{put(dims, at, '_')}->{put(dims, at, '')}"
+    line = beside(call.shape, call["dim"])
+    return f"{MOVE}{line}->{line.replace('_', '')}"
 
 
 @rule(overloads("select_backward"), sizes=INPUT_SIZES)
 def select_backward(call: Call) -> str:
-    dims, at = letters(len(call.out)), dim_of(call["dim"], len(call.out))
-    return f"{MOVE}{put(dims, at, '')}->{put(dims, at, '_')}"
+    line = beside(call.out, call["dim"])
+    return f"{MOVE}{line.replace('_', '')}->{line}"
 
 
 @rule(overloads("diagonal_backward"), sizes=INPUT_SIZES)
 def diagonal_backward(call: Call) -> str:
-    taken = {dim_of(call["dim1"], len(call.out)), dim_of(call["dim2"], len(call.out))}
-    dims = ["_" if i in taken else name for i, name in enumerate(letters(len(call.out)))]
-    return f"{MOVE}{''.join(d for d in dims if d != '_')}_->{''.join(dims)}"
+    line = beside(call.out, call["dim1"], call["dim2"])
+    return f"{MOVE}{line.replace('_', '')}_->{line}"
 
 
 @rule(overloads("unfold_backward"), sizes=INPUT_SIZES)
 def unfold_backward(call: Call) -> str | None:
-    if not call.out:
-        return None
-    line = put(letters(len(call.out)), dim_of(call["dim"], len(call.out)), "_")
-    return f"{line}_->{line}"
+    line = beside(call.out, call["dim"])
+    return f"{line}_->{line}" if call.out else None
 
 
 @rule(overloads("slice_scatter"))
 def slice_scatter(call: Call) -> str:
-    line = put(letters(len(call.shape)), dim_of(call["dim"], len(call.shape)), "_")
+    line = beside(call.shape, call["dim"])
     return f"{MOVE}{line}+{line}->{line}"
 
 
 @rule(overloads("diagonal_scatter"))
 def diagonal_scatter(call: Call) -> str:
-    taken = {dim_of(call["dim1"], len(call.shape)), dim_of(call["dim2"], len(call.shape))}
-    dims = ["_" if i in taken else name for i, name in enumerate(letters(len(call.shape)))]
-    line = "".join(dims)
-    return f"{MOVE}{line}+{''.join(d for d in dims if d != '_')}_->{line}"
+    line = beside(call.shape, call["dim1"], call["dim2"])
+    return f"{MOVE}{line}+{line.replace('_', '')}_->{line}"
 
 
 @rule(overloads("select_scatter"))
 def select_scatter(call: Call) -> str:
-    dims, at = letters(len(call.shape)), dim_of(call["dim"], len(call.shape))
-    return f"{MOVE}{put(dims, at, '_')}+{put(dims, at, '')}->{put(dims, at, '_')}"
+    line = beside(call.shape, call["dim"])
+    return f"{MOVE}{line}+{line.replace('_', '')}->{line}"
 
 
 def _cut_dim(whole: Shape, parts: Sequence[Shape]) -> int | None:
@@ -116,8 +104,8 @@ def split(call: Call) -> str:
 
 @rule(overloads("unbind.int", "unbind_copy.int"))
 def unbind(call: Call) -> str:
-    dims, at = letters(len(call.shape)), dim_of(call["dim"], len(call.shape))
-    return f"{MOVE}{put(dims, at, '_')}->{','.join([put(dims, at, '')] * len(call.outputs))}"
+    line = beside(call.shape, call["dim"])
+    return f"{MOVE}{line}->{','.join([line.replace('_', '')] * len(call.outputs))}"
 
 
 @rule(overloads("cat"))
@@ -126,15 +114,8 @@ def cat(call: Call) -> str:
     ndim = len(call.out)
     ignored = [len(m.shape) != ndim for m in call.tensors]
     whole, line = _parts(call.tensors, call.out, dim_of(call["dim"], ndim))
-    terms = [line for skip in ignored if not skip]
-    if not any(ignored):
-        return f"{MOVE}{'+'.join(terms)}->{whole}"
-    operands = ["?_" if skip else line for skip in ignored]
-    text, first = "", True
-    for skip, operand in zip(ignored, operands, strict=True):
-        text += operand if first else ("," if skip else "+") + operand
-        first = False
-    return f"{MOVE}{text}->{whole}"
+    operands = "".join(",?_" if skip else f"+{line}" for skip in ignored)
+    return f"{MOVE}{operands[1:]}->{whole}"
 
 
 @rule(overloads("stack"))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._factor_lines import MOVE, dim_of, dims_of, letters, overloads
+from graphzero.sbp.rules._factor_lines import MOVE, beside, dim_of, dims_of, letters, overloads
 
 SIZE = {"size": lambda i, o: o[0]}
 SHAPE = {"shape": lambda i, o: o[0]}
@@ -170,21 +170,14 @@ def roll(call: Call) -> str:
 
 @rule(overloads("unfold", "unfold_copy"))
 def unfold(call: Call) -> str:
-    ndim = len(call.shape)
-    dims = letters(ndim)
-    if ndim:
-        dims[dim_of(call["dimension"], ndim)] = "_"
-    return f"{MOVE}{''.join(dims)}->{''.join(dims)}_"
+    line = beside(call.shape, call["dimension"])
+    return f"{MOVE}{line}->{line}_"
 
 
 @rule(overloads("diagonal", "diagonal_copy"))
 def diagonal(call: Call) -> str:
-    ndim = len(call.shape)
-    taken = {dim_of(call["dim1"], ndim), dim_of(call["dim2"], ndim)}
-    dims = ["_" if i in taken else name for i, name in enumerate(letters(ndim))]
-    return f"{MOVE}{''.join(dims)}->{''.join(d for d in dims if d != '_')}_"
+    line = beside(call.shape, call["dim1"], call["dim2"])
+    return f"{MOVE}{line}->{line.replace('_', '')}_"
 
 
-@rule(overloads("tril", "triu"))
-def triangle(call: Call) -> str:
-    return "...__->...__"
+rule(overloads("tril", "triu"), "...__->...__")
