@@ -73,6 +73,11 @@ def signatures_of(
     return allowed_on(node, graph.placement.hierarchy[axis], sections, pieces, part)
 
 
+def result_sbp(graph: StepGraph, node: fx.Node, axis: int, sbp: Sbp) -> Sbp | None:
+    """The SBP on ``axis`` of what an op makes of its first operand in ``sbp``; None where it allows none."""
+    return next((s.outputs[0] for s in signatures_of(graph, node, axis, [sbp]) if s.inputs[0] is sbp), None)
+
+
 def allowed_on(
     node: fx.Node, ranks: int | None, sections: Collection[int] = (), pieces: int | None = None, part: int | None = None
 ) -> tuple[Signature, ...]:

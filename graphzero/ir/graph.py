@@ -25,7 +25,7 @@ from graphzero.ir.text.printer import print_graph
 from graphzero.ir.value import Role, TensorType, Type
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN, SAME
 from graphzero.sbp.placement import Placement
-from graphzero.sbp.types import Nd, Sbp
+from graphzero.sbp.types import Nd, Sbp, replace_at
 
 PERSISTENT = ("param", "buffer", "state")  # kinds of placeholders that stay from step to step
 Analysis = TypeVar("Analysis")
@@ -242,8 +242,8 @@ class StepGraph:
         count = len(self.placement.names)
         old: Nd | tuple[None, ...] = value.sbp_of(node) or (None,) * count
         pins = value.pins_of(node) or (False,) * count
-        node.meta["sbp"] = (*old[:index], sbp, *old[index + 1 :])
-        node.meta["pins"] = (*pins[:index], True, *pins[index + 1 :])
+        node.meta["sbp"] = replace_at(old, index, sbp)
+        node.meta["pins"] = replace_at(pins, index, True)
         return node
 
     def _pin_behind(self, node: Node) -> Node:

@@ -34,15 +34,9 @@ def home_stage(node: fx.Node) -> int | None:
 
 def is_of_params(node: fx.Node) -> bool:
     """Whether a value is a parameter, or computed of parameters alone."""
-    left, seen = [node], {node}
-    while left:
-        x = left.pop()
-        operands = x.all_input_nodes
-        if not (value.has_role(x, "param") if x.op == "placeholder" else operands):
-            return False
-        left += [operand for operand in operands if operand not in seen]
-        seen.update(operands)
-    return True
+    return all(
+        value.has_role(x, "param") if x.op == "placeholder" else x.all_input_nodes for x in value.ancestors(node)
+    )
 
 
 def stages_of(nodes: Iterable[fx.Node]) -> Stages:

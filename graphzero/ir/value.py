@@ -21,7 +21,7 @@ stage    of a placeholder that lives on one pipeline stage, its number; see ``ir
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -254,6 +254,18 @@ def operand(node: fx.Node, at: int = 0) -> fx.Node:
     arg = node.args[at]
     assert isinstance(arg, fx.Node), f"argument {at} of {node.name} is {arg!r}"
     return arg
+
+
+def ancestors(node: fx.Node) -> Iterator[fx.Node]:
+    """A value, and all that it follows from."""
+    seen, rest = {node}, [node]
+    yield node
+    while rest:
+        for x in rest.pop().all_input_nodes:
+            if x not in seen:
+                seen.add(x)
+                rest.append(x)
+                yield x
 
 
 def own_kwargs(node: fx.Node) -> dict[str, Any]:

@@ -127,22 +127,14 @@ def _plain(hint: str, read: Callable[[LineReader], Any], write: Callable[[Any], 
     return Form(hint, checked, write)
 
 
-def _bool(reader: LineReader) -> bool | None:
-    return {"true": True, "false": False}.get(reader.word())
+def _number(kind: type, *kinds: type) -> Callable[[LineReader], Any]:
+    """Reads a number of these types as the first of them; gives None for anything else."""
 
+    def read(reader: LineReader) -> Any:
+        number = reader.value() if reader.next() and reader.next() in "-0123456789" else None
+        return kind(number) if type(number) in (kind, *kinds) else None
 
-def _number(reader: LineReader) -> Any:
-    return reader.value() if reader.next() and reader.next() in "-0123456789" else None
-
-
-def _int(reader: LineReader) -> int | None:
-    number = _number(reader)
-    return number if type(number) is int else None
-
-
-def _float(reader: LineReader) -> float | None:
-    number = _number(reader)
-    return float(number) if type(number) in (int, float) else None
+    return read
 
 
 def _sbp(reader: LineReader) -> Sbp | None:
@@ -154,13 +146,23 @@ def _sbp(reader: LineReader) -> Sbp | None:
 
 
 _PLAIN: dict[Any, Form] = {
-    bool: _plain("true or false", _bool, lambda x: str(x).lower()),
-    int: _plain("a whole number", _int, repr),
-    float: _plain("a number", _float, repr),
+    bool: _plain(
+        "true or false", lambda reader: {"true": True, "false": False}.get(reader.word()), lambda x: str(x).lower()
+    ),
+    int: _plain("a whole number", _number(int), repr),
+    float: _plain("a number", _number(float, int), repr),
     str: _plain("a name", LineReader.path, word),
     Sbp: _plain("an SBP", _sbp, str),
     Role: _plain("a role", LineReader.role, role_text),
 }
+
+
+def _open(reader: LineReader, bracket: str, hint: str) -> None:
+    """Go past a bracket."""
+    reader.next()
+    begin = reader.at
+    if not reader.take(bracket):
+        raise refused(reader, begin, f"expected {hint}")
 
 
 def _optional(inner: Form) -> Form:
@@ -173,10 +175,8 @@ def _optional(inner: Form) -> Form:
 
 def _several(item: Form) -> Form:
     def read(reader: LineReader) -> tuple[Any, ...]:
-        reader.next()
-        begin, items = reader.at, []
-        if not reader.take("("):
-            raise refused(reader, begin, f"expected {hint}")
+        _open(reader, "(", hint)
+        items = []
         while not reader.take(")"):
             items.append(item.read(reader))
             if not reader.take(",") and reader.next() != ")":
@@ -201,10 +201,8 @@ def _by_role(form: Form) -> Form:
     role = form_of(Role)
 
     def read(reader: LineReader) -> dict[Role, Any]:
-        reader.next()
-        begin, values = reader.at, dict[Role, Any]()
-        if not reader.take("{"):
-            raise refused(reader, begin, f"expected {hint}")
+        _open(reader, "{", hint)
+        values = dict[Role, Any]()
         while not reader.take("}"):
             at, key = reader.at, role.read(reader)
             if key in values or not reader.take("="):
@@ -223,10 +221,7 @@ def _record(kind: type) -> Form:
     hint = f"{{{' '.join(f'{option.name}=...' for option in _fields(kind))}}}"
 
     def read(reader: LineReader) -> Any:
-        reader.next()
-        begin = reader.at
-        if not reader.take("{"):
-            raise refused(reader, begin, f"expected {hint}")
+        _open(reader, "{", hint)
         return read_options(reader, kind, name)
 
     return Form(hint, read, write_options)

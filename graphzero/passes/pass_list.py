@@ -114,10 +114,6 @@ class Options:
         return self.stage == 3 or (self.masters and self.stage > 0)
 
 
-def _always(options: Options) -> bool:
-    return True
-
-
 def _adds_up(options: Options) -> bool:
     """Return whether what is a sum over the batch is added up part by part."""
     return options.micro_batches > 1 or options.tiles > 1
@@ -135,7 +131,7 @@ class PassEntry:
 
     kind: type[Pass]
     level: str
-    when: Callable[[Options], bool] = field(default=_always, repr=False)
+    when: Callable[[Options], bool] = field(default=lambda options: True, repr=False)
     group: str = ""
     after: str = ""
 
@@ -224,7 +220,7 @@ def _insert_entry(entries: list[PassEntry], plugin: Extension) -> bool:
     at = followed[-1] + 1
     while at < len(entries) and entries[at].after == entry.after:
         at += 1
-    level = _level_behind(entries, at - 1)
+    level = level_behind(entries, at - 1)
     if entry.level != level:
         raise plugin.refusal(f"runs on {entry.level!r} graphs, and behind {entry.after} they are {level!r}")
     entries.insert(at, entry)
@@ -316,10 +312,6 @@ def first_on(level: str) -> str:
     return next(entry.name for entry in pass_entries() if entry.level == level)
 
 
-def level_behind(entry: PassEntry) -> str:
-    """The level of what the pass returns: the last one of a level takes a graph on to the next."""
-    return _level_behind(pass_entries(), pass_entries().index(entry))
-
-
-def _level_behind(entries: Sequence[PassEntry], i: int) -> str:
+def level_behind(entries: Sequence[PassEntry], i: int) -> str:
+    """The level of what pass number ``i`` returns: the last one of a level takes a graph on to the next."""
     return entries[min(i + 1, len(entries) - 1)].level

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from graphzero.ir.verifier.verify import examine
 from graphzero.plan.pipelines.pipeline_seconds import PipelineSeconds
 from graphzero.sbp.boxing import wire_bytes
 from graphzero.sbp.link_costs import Links
-from graphzero.sbp.types import B
+from graphzero.sbp.types import B, replace_at
 
 RESIDENT = ("parameters", "compute_parameters", "optimizer_states", "buffers", "accumulators", "communication", "arena")
 CATEGORIES = (*RESIDENT, "gradients", "activations", "temporaries")
@@ -345,11 +346,8 @@ def collectives_of(graph: StepGraph, links: Links) -> Iterator[Entry]:
 def _exact_elements(graph: StepGraph, node: fx.Node, moves: Transfer) -> float:
     """Elements of the value, whole on this axis, as it stands on the other axes."""
     index = graph.placement.axis(moves.axis)
-    nd = tuple(sbp if i != index else B for i, sbp in enumerate(value.nd_of(node)))
-    total = 1
-    for size in shape_on(graph, value.tensor_type(node), nd):
-        total *= size
-    return float(total)
+    nd = replace_at(value.nd_of(node), index, B)
+    return float(prod(shape_on(graph, value.tensor_type(node), nd)))
 
 
 def label_of(node: fx.Node) -> str:

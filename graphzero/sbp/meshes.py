@@ -6,6 +6,7 @@ the world does not: a DTensor may speak of its mesh at any time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -26,21 +27,19 @@ _world: list[Any] = [None]  # in which they were made
 
 def mesh_of(device_type: str, ranks: Ranks, names: tuple[str, ...]) -> DeviceMesh:
     """The mesh of ``ranks``, all of which call it; of a part of the world, the others need not know."""
-    forget_other_worlds()
-    key = "mesh", device_type, ranks.shape, tuple(ranks.ravel().tolist()), names
-    if key not in _meshes_and_groups:
-        _meshes_and_groups[key] = _new_mesh(device_type, ranks, names)
-    mesh: DeviceMesh = _meshes_and_groups[key]
-    return mesh
+    return _mesh("mesh", _new_mesh, device_type, ranks, names)
 
 
 def stage_mesh_of(device_type: str, ranks: Ranks, names: tuple[str, ...]) -> DeviceMesh:
     """The mesh of the ranks of a pipeline stage.  A rank that is not among them has it too, without process groups."""
+    make = _new_mesh if dist.get_rank() in ranks else _compat.mesh_of_other_ranks
+    return _mesh("stage mesh", make, device_type, ranks, names)
+
+
+def _mesh(kind: str, make: Callable[..., Any], device_type: str, ranks: Ranks, names: tuple[str, ...]) -> DeviceMesh:
     forget_other_worlds()
-    key = "stage mesh", device_type, ranks.shape, tuple(ranks.ravel().tolist()), names
+    key = kind, device_type, ranks.shape, tuple(ranks.ravel().tolist()), names
     if key not in _meshes_and_groups:
-        is_ours = dist.get_rank() in ranks
-        make = _new_mesh if is_ours else _compat.mesh_of_other_ranks
         _meshes_and_groups[key] = make(device_type, ranks, names)
     mesh: DeviceMesh = _meshes_and_groups[key]
     return mesh

@@ -30,7 +30,7 @@ from graphzero.sbp.boxing import Move, move, wire_bytes
 from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.sbp.link_costs import Costs, Links
 from graphzero.sbp.shards import alike, nests
-from graphzero.sbp.types import B, Nd, S, Sbp
+from graphzero.sbp.types import B, Nd, S, Sbp, replace_at
 
 Step = tuple[int, Move]  # placement axis, and what happens on it
 
@@ -72,7 +72,7 @@ def bytes_of(steps: Sequence[Step], src: Nd, hierarchy: tuple[int, ...], nbytes:
     nd, total = src, 0.0
     for axis, step in steps:
         total += wire_bytes(step.kind, nbytes, hierarchy[axis]) / _cuts(nd, hierarchy, axis)
-        nd = _put(nd, axis, step.dst)
+        nd = replace_at(nd, axis, step.dst)
     return total
 
 
@@ -113,10 +113,10 @@ def _shortest(
             continue
         done.add(nd)
         for axis, step in _moves(nd, options, hierarchy):
-            if not nests(shape, _put(nd, axis, step.dst), hierarchy):
+            if not nests(shape, replace_at(nd, axis, step.dst), hierarchy):
                 continue
             further = tuple(a + b for a, b in zip(cost, _cost(nd, axis, step, costs, nbytes, few), strict=True))
-            heapq.heappush(queue, (further, next(count), _put(nd, axis, step.dst), (*steps, (axis, step))))
+            heapq.heappush(queue, (further, next(count), replace_at(nd, axis, step.dst), (*steps, (axis, step))))
     raise AssertionError(f"no moves lead from {src} to {dst} on {hierarchy}")
 
 
@@ -153,7 +153,7 @@ def _moves(nd: Nd, options: list[list[Sbp]], hierarchy: tuple[int, ...]) -> Iter
 def _is_renamed(nd: Nd, axis: int, sbp: Sbp, hierarchy: tuple[int, ...]) -> bool:
     """Return whether the cut on ``axis`` is the same one in as many sections as ``sbp`` has."""
     same_dim = sbp.is_split and nd[axis].is_split and sbp.dim == nd[axis].dim
-    return same_dim and alike(nd, _put(nd, axis, sbp), hierarchy)
+    return same_dim and alike(nd, replace_at(nd, axis, sbp), hierarchy)
 
 
 def _cost(nd: Nd, axis: int, step: Move, costs: Costs, nbytes: int, few: bool) -> tuple[int, ...]:
@@ -167,7 +167,3 @@ def _cost(nd: Nd, axis: int, step: Move, costs: Costs, nbytes: int, few: bool) -
 def _cuts(nd: Nd, hierarchy: tuple[int, ...], axis: int) -> int:
     """Into how many pieces the axes other than ``axis`` cut a value."""
     return prod(ranks for i, (sbp, ranks) in enumerate(zip(nd, hierarchy, strict=True)) if i != axis and sbp.is_split)
-
-
-def _put(nd: Nd, axis: int, sbp: Sbp) -> Nd:
-    return (*nd[:axis], sbp, *nd[axis + 1 :])

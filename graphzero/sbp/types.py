@@ -13,8 +13,10 @@ Objects are interned: equal annotations are the same object.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 from graphzero.errors import SbpError
 from graphzero.sbp.reductions import REDUCTIONS
@@ -62,6 +64,13 @@ class Sbp:
 
 
 Nd = tuple[Sbp, ...]
+Entry = TypeVar("Entry")
+
+
+def replace_at(entries: Sequence[Entry], axis: int, entry: Entry) -> tuple[Entry, ...]:
+    """An ``Nd``, or anything else that has an entry for each axis, with another one on one axis."""
+    return (*entries[:axis], entry, *entries[axis + 1 :])
+
 
 B = Sbp("B")
 

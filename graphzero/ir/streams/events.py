@@ -177,8 +177,3 @@ class StreamEvents:
             if (moves := self.transfers.get(node)) is not None and moves.is_direct:
                 yield from ((region, place) for region in self._carried(node))
         yield from (((BUFFER, node.name), place) for node, place in self.places.buffers.items())
-
-
-def list_events(graph: StepGraph) -> list[StreamEvent]:
-    """The events of a step of a program whose transfers have slots."""
-    return StreamEvents(graph).all()

@@ -19,7 +19,7 @@ from graphzero.sbp.registry import signatures
 from graphzero.sbp.route import is_possible
 from graphzero.sbp.shards import alike, sections_at
 from graphzero.sbp.signature import Signature
-from graphzero.sbp.types import B, Nd, P, S, Sbp, partial
+from graphzero.sbp.types import B, Nd, P, S, Sbp, partial, replace_at
 
 # Of what a move makes on its axis: the arguments behind the value, and the kinds of SBP between which it goes.
 _LOCAL: dict[Any, tuple[tuple[str, ...], str, str]] = {
@@ -107,7 +107,7 @@ def _check_move(
 
 def _by_one_name(have: Nd, result: Nd, axis: int, hierarchy: tuple[int, ...]) -> tuple[Nd, Nd]:
     """Both, with one name for what the axes other than ``axis`` cut, if they cut the same."""
-    begin, end = ((*other[:axis], own[axis], *other[axis + 1 :]) for own, other in ((have, result), (result, have)))
+    begin, end = replace_at(result, axis, have[axis]), replace_at(have, axis, result[axis])
     if alike(have, begin, hierarchy):
         return begin, result
     return (have, end) if alike(result, end, hierarchy) else (have, result)

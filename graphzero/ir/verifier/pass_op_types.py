@@ -146,7 +146,7 @@ def _assign(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
 def _to_device_launch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
     need(graph.level == "local", f"copies at level {graph.level}")
     need(len(args) == 1 and not kwargs, "takes 1 argument")
-    is_filled = _is_from(args[0], ops.to_host_wait) and _is_from(_launch_of(args[0]).args[0], ops.host_room)
+    is_filled = _is_from(args[0], ops.to_host_wait) and _is_from(value.operand(args[0]).args[0], ops.host_room)
     return _tensor(args[0]) if is_filled else _host_state(args[0])
 
 
@@ -161,12 +161,6 @@ def _to_host_launch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -
 
 def _is_from(x: Any, op: Any) -> bool:
     return isinstance(x, fx.Node) and x.target is op
-
-
-def _launch_of(wait: fx.Node) -> fx.Node:
-    launch = wait.args[0]
-    assert isinstance(launch, fx.Node)
-    return launch
 
 
 def _host_state(x: Any) -> TensorType:

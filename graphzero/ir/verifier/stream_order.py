@@ -12,7 +12,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.pipeline_launches import list_launches
 from graphzero.ir.pipeline_parts import PipelineProgram
 from graphzero.ir.storage.liveness import liveness
-from graphzero.ir.streams.events import BUFFER, COMPUTE, SLOT, Region, list_events
+from graphzero.ir.streams.events import BUFFER, COMPUTE, SLOT, Region, StreamEvents
 from graphzero.ir.streams.races import StreamRace, find_race
 from graphzero.ir.streams.stage_events import StageEvents
 from graphzero.ir.transfer import NO_SLOT_YET
@@ -24,7 +24,7 @@ def check_streams(graph: StepGraph, where: str = "") -> None:
     slots = [moves.slot for moves in liveness(graph).transfers.values() if moves.is_launch]
     if NO_SLOT_YET in slots or not (slots or any(node.target in ops.HOST_LAUNCHES for node in graph.nodes)):
         return
-    race = find_race(list_events(graph))
+    race = find_race(StreamEvents(graph).all())
     if race is not None:
         raise violation(race.second.node, where, _describe(race), _next_step(race))
 

@@ -18,10 +18,10 @@ from graphzero.ir.aliases import ANNOTATIONS, is_whole_view
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.place.step_results import StepResults, output_sbp
+from graphzero.passes.place.step_results import output_sbp
 from graphzero.sbp.link_costs import Costs, Links, costs_on
 from graphzero.sbp.signature import Signature
-from graphzero.sbp.types import B, Nd, Sbp
+from graphzero.sbp.types import B, Nd
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,7 @@ def _ranked(
 
 def _box_ends(graph: StepGraph, boxes: _Boxes) -> None:
     """New states leave in the SBP they entered with, outputs complete or as this rank's share."""
-    ends = StepResults(graph)
     output = graph.output
-    axes = range(len(graph.placement.names))
     placeholders = {p.name: p for p in graph.placeholders("param", "buffer", "state")}
     updates = {}
     for name, new in graph.updates.items():
@@ -209,17 +207,13 @@ def _box_ends(graph: StepGraph, boxes: _Boxes) -> None:
     def leave(node: fx.Node, whole: bool) -> fx.Node:
         if not value.is_tensor(node):
             return node
-        nd = value.nd_of(node)
-        wanted = tuple(_end_sbp(ends, node, axis, nd[axis], whole) for axis in axes)
+        nd = enumerate(value.nd_of(node))
+        wanted = tuple(B if whole else output_sbp(graph, node, axis, sbp) for axis, sbp in nd)
         return boxes.box_value(node, wanted, output)
 
     outputs = fx.map_arg(graph.outputs, lambda node: leave(node, whole=False))
     aux = {name: leave(node, whole=True) for name, node in graph.aux.items()}
     graph.set_output(outputs, aux, updates)
-
-
-def _end_sbp(ends: StepResults, node: fx.Node, axis: int, have: Sbp, whole: bool) -> Sbp:
-    return B if whole else output_sbp(ends.graph, node, axis, have)
 
 
 def _move_behind(node: fx.Node, box: fx.Node) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,11 +59,7 @@ class Localize(BuiltinPass):
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:
-        def local(shape: Sequence[int], nd: Nd) -> list[Any]:
-            return local_sizes(graph, shape, nd)
-
-        def places(shape: Sequence[int], nd: Nd) -> list[Any]:
-            return local_places(graph, shape, nd)
+        local, places = partial(local_sizes, graph), partial(local_places, graph)
 
         for node in list(graph.nodes):
             if node.target in DRAWS:
@@ -143,7 +140,8 @@ def _draw_apart(graph: StepGraph, node: fx.Node, apart: Unfolded) -> None:
     of_like, drawn = (TensorType(value.tensor_type(x).dtype, apart.shape) for x in (like, node))
     sizes, whole_sizes = local_sizes(graph, apart.shape, apart.nd(nd)), local_sizes(graph, total, nd)  # type: ignore[arg-type]
     with graph.graph.inserting_before(node):
-        like = _relabelled(graph, like, read, node)
+        if read != value.nd_of(like):
+            like = graph.call(ops.relabel, (like,), value.tensor_type(like), sbp=read, like=node)
         view = graph.call(aten.view.default, (like, sizes), of_like, sbp=apart.nd(read), like=node)
         args = (view, key, number, [0] * len(shape), shape)
         draw = graph.call(node.target, args, drawn, sbp=apart.nd(nd), like=node)
@@ -153,8 +151,3 @@ def _draw_apart(graph: StepGraph, node: fx.Node, apart: Unfolded) -> None:
         with graph.graph.inserting_before(node):
             together = graph.call(node.target, node.args, value.tensor_type(node), sbp=nd, like=node)
         node.target, node.args = ops.relabel, (together,)
-
-
-def _relabelled(graph: StepGraph, x: fx.Node, nd: Nd, like: fx.Node) -> fx.Node:
-    same = nd == value.nd_of(x)
-    return x if same else graph.call(ops.relabel, (x,), value.tensor_type(x), sbp=nd, like=like)

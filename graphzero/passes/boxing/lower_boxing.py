@@ -20,7 +20,7 @@ from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.route import Step, route
 from graphzero.sbp.shards import alike, cutting, sections_at, unfold
-from graphzero.sbp.types import Nd, Sbp
+from graphzero.sbp.types import Nd, Sbp, replace_at
 
 # Bytes below which a collective more costs more than what it saves.  Parameters and gradients travel in buckets.
 SMALL = 1 << 14
@@ -100,7 +100,7 @@ def _lower(graph: StepGraph, box: fx.Node, links: Links) -> None:
     steps = route(nd, value.nd_of(box), hierarchy, type_.shape, is_small=is_small, links=links, nbytes=type_.nbytes)
     moves: list[tuple[Any, tuple[Any, ...], TensorType, Nd]] = []  # op, its arguments behind the value, its result
     for at, (axis, step) in enumerate(steps):
-        after = (*nd[:axis], step.dst, *nd[axis + 1 :])
+        after = replace_at(nd, axis, step.dst)
         if not _is_said_beside(steps, at) or not alike(nd, after, hierarchy):
             moves += _written(graph, type_, nd, axis, step)
         elif at:
@@ -134,7 +134,7 @@ def _written(
     """
     op, arguments = LOWERINGS[step.kind]
     name, hierarchy = graph.placement.names[axis], graph.placement.hierarchy
-    after = (*nd[:axis], step.dst, *nd[axis + 1 :])
+    after = replace_at(nd, axis, step.dst)
     parts = (here[axis].is_split and sections_at(here, hierarchy, axis) > 1 for here in (nd, after))
     if hierarchy[axis] == 1 or step.kind in ("same", *ops.IN_SECTIONS) or not any(parts):
         return [(op, arguments(step.src, step.dst, name), type_, after)]

@@ -26,7 +26,7 @@ from graphzero.passes.base import BuiltinPass
 from graphzero.passes.place.attention_choice import way_on
 from graphzero.passes.place.attention_ways import RING, SEQUENCE, has_equal_pieces
 from graphzero.sbp.shards import cutting
-from graphzero.sbp.types import Nd, Sbp
+from graphzero.sbp.types import Sbp, replace_at
 
 aten = torch.ops.aten
 
@@ -86,25 +86,16 @@ class RingAttention(BuiltinPass):
 
 
 @dataclass(frozen=True)
-class TravellingKeys:
-    """Keys, or values, that are gathered.
+class Travelling:
+    """Keys or values that are gathered, or the gradient of these, which is reduced.
 
-    gather: the collective.  views: what makes the operand of attention of it.
+    collective: the gather, or the reduce-scatter.
+    views: what makes the operand of attention of the one, or the operand of the other of the gradient: views, copies,
+        and sums over groups of heads.
     """
 
-    gather: fx.Node
+    collective: fx.Node
     views: list[fx.Node]
-
-
-@dataclass(frozen=True)
-class TravellingGradient:
-    """The gradient of keys, or of values, that is reduced.
-
-    views: views of it, and sums over groups of heads.  scatter: the collective.
-    """
-
-    views: list[fx.Node]
-    scatter: fx.Node
 
 
 @dataclass(frozen=True)
@@ -117,8 +108,8 @@ class AttentionRing:
     graph: StepGraph
     axis: str
     node: fx.Node
-    travelling: tuple[TravellingKeys, ...]
-    gradients: dict[fx.Node, tuple[TravellingGradient, ...]]
+    travelling: tuple[Travelling, ...]
+    gradients: dict[fx.Node, tuple[Travelling, ...]]
 
     @property
     def number(self) -> int:
@@ -134,9 +125,9 @@ class AttentionRing:
         self._write_forward()
         for backward, gradients in self.gradients.items():
             self._write_backward(backward, gradients)
-        old = [node for keys in self.travelling for node in (keys.gather, *keys.views)]
+        old = [node for keys in self.travelling for node in (keys.collective, *keys.views)]
         old += [
-            node for gradients in self.gradients.values() for one in gradients for node in (*one.views, one.scatter)
+            node for gradients in self.gradients.values() for one in gradients for node in (*one.views, one.collective)
         ]
         old += [node for op in (self.node, *self.gradients) for node in (op, *op.users)]
         for node in reversed([node for node in self.graph.nodes if node in set(old)]):
@@ -160,10 +151,10 @@ class AttentionRing:
         for result in list(self.node.users):
             result.replace_all_uses_with(results[result.args[1]])  # type: ignore[index]
 
-    def _write_backward(self, backward: fx.Node, gradients: Sequence[TravellingGradient]) -> None:
+    def _write_backward(self, backward: fx.Node, gradients: Sequence[Travelling]) -> None:
         grad, q, _, _, out, logsumexp, bias, causal, scale, draws, dropout = _arguments(backward)
         types, nds = zip(*((_widened(type_), nd) for type_, nd in value.results_of(backward)), strict=True)
-        keys_nds = [self._split(value.nd_of(x), self._sbp(q)) for x in backward.args[2:4]]  # type: ignore[arg-type]
+        keys_nds = [replace_at(value.nd_of(x), self.number, self._sbp(q)) for x in backward.args[2:4]]  # type: ignore[arg-type]
         query_sum: fx.Node | None = None
         sums: list[fx.Node] = []
         with self.graph.graph.inserting_before(backward):
@@ -176,10 +167,10 @@ class AttentionRing:
                 sums = [self._shift(x, backward) for x in sums]
             assert query_sum is not None
             query_sum = self._cast(query_sum, value.results_of(backward)[0][0], backward)
-            results = [self._cast(x, value.tensor_type(one.scatter), backward)
+            results = [self._cast(x, value.tensor_type(one.collective), backward)
                        for x, one in zip(sums, gradients, strict=True)]  # fmt: skip
         for one, result in zip(gradients, results, strict=True):
-            one.scatter.replace_all_uses_with(result)
+            one.collective.replace_all_uses_with(result)
         for result in [user for user in backward.users if user.args[1] == 0]:
             result.replace_all_uses_with(query_sum)
 
@@ -188,7 +179,7 @@ class AttentionRing:
 
         The next block is sent before these are used.
         """
-        blocks = [value.operand(keys.gather) for keys in self.travelling]
+        blocks = [value.operand(keys.collective) for keys in self.travelling]
         for hop in range(self.ranks):
             coming = [self._shift(x, like) for x in blocks] if hop + 1 < self.ranks else []
             yield hop, [self._follow(x, keys.views, like) for x, keys in zip(blocks, self.travelling, strict=True)]
@@ -220,15 +211,12 @@ class AttentionRing:
     def _follow(self, x: fx.Node, views: Sequence[fx.Node], like: fx.Node) -> fx.Node:
         """Apply to the pieces what ``views`` do to the whole."""
         for node in views:
-            sbp = _result(self.graph, node, self.number, value.nd_of(x)[self.number])
+            sbp = calls.result_sbp(self.graph, node, self.number, value.nd_of(x)[self.number])
             assert sbp is not None
             type_ = TensorType(value.tensor_type(x).dtype, value.tensor_type(node).shape)
-            nd, args = self._split(value.nd_of(node), sbp), (x, *node.args[1:])
+            nd, args = replace_at(value.nd_of(node), self.number, sbp), (x, *node.args[1:])
             x = self.graph.call(node.target, args, type_, sbp=nd, kwargs=dict(node.kwargs), like=like, name=node.name)
         return x
-
-    def _split(self, nd: Nd, sbp: Sbp) -> Nd:
-        return (*nd[: self.number], sbp, *nd[self.number + 1 :])
 
     def _sbp(self, node: fx.Node) -> Sbp:
         return value.nd_of(node)[self.number]
@@ -247,12 +235,6 @@ def _widened(type_: TensorType) -> TensorType:
     return TensorType(wide(type_.dtype), type_.shape)
 
 
-def _result(graph: StepGraph, node: fx.Node, axis: int, sbp: Sbp) -> Sbp | None:
-    """The SBP of what an op makes of one operand; None where it allows none."""
-    signatures = calls.signatures_of(graph, node, axis, [sbp])
-    return next((s.outputs[0] for s in signatures if s.inputs[0] is sbp), None)
-
-
 # ---- where a ring is possible
 
 
@@ -260,7 +242,7 @@ def find_ring(graph: StepGraph, node: fx.Node) -> AttentionRing | None:
     """The ring of an attention; None where keys are not gathered, or not as pieces of the queries' sequence."""
     q, *operands = value.tensor_operands(node)[:3]
     travelling = tuple(keys for x in operands if (keys := _gathered(x)) is not None)
-    axes = {keys.gather.args[2] for keys in travelling}
+    axes = {keys.collective.args[2] for keys in travelling}
     if len(travelling) < 2 or len(axes) > 1:
         return None
     axis = str(axes.pop())
@@ -281,23 +263,27 @@ def find_ring(graph: StepGraph, node: fx.Node) -> AttentionRing | None:
     return AttentionRing(graph, axis, node, travelling, gradients)
 
 
-def _gathered(operand: fx.Node) -> TravellingKeys | None:
+def _gathered(operand: fx.Node) -> Travelling | None:
     node, views = operand, list[fx.Node]()
     while is_plain_view(node.target) or is_copy(node.target):
         views.insert(0, node)
         node = value.operand(node)
     is_plain = node.target is ops.all_gather and "dtype" not in node.kwargs
-    return TravellingKeys(node, views) if is_plain and not any("dtype" in x.kwargs for x in views) else None
+    return Travelling(node, views) if is_plain and not any("dtype" in x.kwargs for x in views) else None
 
 
-def _split_operand(graph: StepGraph, axis: int, keys: TravellingKeys) -> Sbp | None:
+def _split_operand(graph: StepGraph, axis: int, keys: Travelling) -> Sbp | None:
     """The SBP on the axis of what ``views`` make of a piece; None where they make none."""
-    before, behind = value.nd_of(value.operand(keys.gather)), value.nd_of(keys.gather)
+    before, behind = value.nd_of(value.operand(keys.collective)), value.nd_of(keys.collective)
     if any(i != axis and a is not b for i, (a, b) in enumerate(zip(before, behind, strict=True))):
         return None
-    sbp: Sbp | None = before[axis]
-    for node in keys.views:
-        sbp = _result(graph, node, axis, sbp) if sbp is not None else None
+    return _seen_through(graph, axis, keys.views, before[axis])
+
+
+def _seen_through(graph: StepGraph, axis: int, views: Sequence[fx.Node], sbp: Sbp | None) -> Sbp | None:
+    """The SBP of what views make, one of the other, of a value; None where one allows none."""
+    for node in views:
+        sbp = calls.result_sbp(graph, node, axis, sbp) if sbp is not None else None
     return sbp
 
 
@@ -306,26 +292,24 @@ def _backward(node: fx.Node) -> list[fx.Node]:
     return list(dict.fromkeys(user for user in users if user.target is ATTENTION_BACKWARD))
 
 
-def _reduced(graph: StepGraph, axis: int, backward: fx.Node) -> tuple[TravellingGradient, ...]:
+def _reduced(graph: StepGraph, axis: int, backward: fx.Node) -> tuple[Travelling, ...]:
     """The gradients of keys and values that are reduced to the pieces of the ranks; fewer than two where one is not."""
     gradients = []
     for number in (1, 2):
         picks = [user for user in backward.users if user.args[1] == number]
         gradient = _scattered(picks[0]) if len(picks) == 1 else None
-        if gradient is not None and gradient.scatter.args[2] == graph.placement.names[axis]:
-            sbp: Sbp | None = value.nd_of(value.operand(backward, 1))[axis]
-            for node in gradient.views:
-                sbp = _result(graph, node, axis, sbp) if sbp is not None else None
-            gradients += [gradient] if sbp is value.nd_of(gradient.scatter)[axis] else []
+        if gradient is not None and gradient.collective.args[2] == graph.placement.names[axis]:
+            sbp = _seen_through(graph, axis, gradient.views, value.nd_of(value.operand(backward, 1))[axis])
+            gradients += [gradient] if sbp is value.nd_of(gradient.collective)[axis] else []
     return tuple(gradients)
 
 
-def _scattered(gradient: fx.Node) -> TravellingGradient | None:
+def _scattered(gradient: fx.Node) -> Travelling | None:
     node, views = gradient, list[fx.Node]()
     while len(node.users) == 1:
         (node,) = node.users
         if node.target is ops.reduce_scatter:
-            return TravellingGradient(views, node)
+            return Travelling(node, views)
         moves_values = is_plain_view(node.target) or is_copy(node.target) or node.target is aten.sum.dim_IntList
         if not moves_values or "dtype" in node.kwargs:
             return None

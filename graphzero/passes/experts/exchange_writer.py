@@ -10,12 +10,12 @@ from torch import fx
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ops import AS_GLOBAL, AS_LOCAL, FREE, GROUPED_MM
+from graphzero.ops import AS_GLOBAL, AS_LOCAL, GROUPED_MM
 from graphzero.passes.experts.region_writer import RegionWriter
 from graphzero.passes.experts.row_exchange import RowExchange
 from graphzero.passes.experts.sorted_rows import RowKind, RowOp, SortedRows
 from graphzero.passes.place.expand import DefinitionWriter
-from graphzero.sbp.types import B, Nd, P, S, Sbp
+from graphzero.sbp.types import B, Nd, P, S
 
 aten = torch.ops.aten
 TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
@@ -74,7 +74,7 @@ class ExchangeWriter(RegionWriter):
         shape = list(value.tensor_type(node).shape)
         operands = [self._operand(node, op, value.operand(node, i)) for i in range(3)]
         own = DefinitionWriter(self.graph, node)(GROUPED_MM, *operands)
-        node.target, node.args = AS_GLOBAL, (own, self._words_beside(S(0), P), shape)
+        node.target, node.args = AS_GLOBAL, (own, self._exchange.words(S(0), P), shape)
 
     def _operand(self, node: fx.Node, op: RowOp, x: fx.Node) -> fx.Node:
         fact = self.rows.facts.get(x)
@@ -102,13 +102,10 @@ class ExchangeWriter(RegionWriter):
         if (x, S(0)) not in self.entered:
             groups, *rest = value.tensor_type(x).shape
             shape = [groups // self.graph.placement.hierarchy[self.axis], *rest]
-            self.entered[x, S(0)] = DefinitionWriter(self.graph, node)(AS_LOCAL, x, self._words_beside(S(0), B), shape)
+            self.entered[x, S(0)] = DefinitionWriter(self.graph, node)(
+                AS_LOCAL, x, self._exchange.words(S(0), B), shape
+            )
         return self.entered[x, S(0)]
-
-    def _words_beside(self, sbp: Sbp, other: Sbp) -> list[str]:
-        """``sbp`` on the axis of the exchange, ``other`` on the other axes of the region."""
-        names = range(len(self.graph.placement.names))
-        return [str(sbp if i == self.axis else other) if i in self.axes else FREE for i in names]
 
     def _shape(self, shape: Iterable[int], nd: Nd) -> list[int]:
         if not self._is_at_experts:

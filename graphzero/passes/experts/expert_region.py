@@ -20,7 +20,8 @@ from torch import fx
 from graphzero.ir import calls, value
 from graphzero.ir.aliases import is_plain_view
 from graphzero.ir.graph import StepGraph
-from graphzero.ops import AS_GLOBAL, AS_LOCAL, FREE, GROUPED_MM, PIN
+from graphzero.ops import AS_GLOBAL, AS_LOCAL, GROUPED_MM, PIN
+from graphzero.passes.experts.region_writer import words_of
 from graphzero.passes.place.expand import DefinitionWriter
 from graphzero.sbp.types import B, P, S, Sbp
 
@@ -48,10 +49,8 @@ def _gather_before_copies(graph: StepGraph, axis: int, x: fx.Node) -> None:
     if least is not x:
         reader = path[path.index(least) - 1]
         with graph.graph.inserting_before(reader):
-            none = (None,) * len(graph.placement.names)
-            pinned = graph.call(PIN, (least, -1), value.tensor_type(least), like=reader,
-                                sbp=(*none[:axis], B, *none[axis + 1 :]))  # fmt: skip
-        pinned.meta["pins"] = tuple(i == axis for i in range(len(none)))
+            pinned = graph.call(PIN, (least, -1), value.tensor_type(least), like=reader)
+        graph.pin(pinned, graph.placement.names[axis], B)
         reader.replace_input_with(least, pinned)
 
 
@@ -141,7 +140,7 @@ class ExpertRegion:
     # ---- its ends
 
     def _words(self, sbp: Sbp) -> list[str]:
-        return [str(sbp) if i == self.axis else FREE for i in range(len(self.graph.placement.names))]
+        return words_of(self.graph, {self.axis: sbp})
 
     def _enter(self, node: fx.Node, x: fx.Node, sbp: Sbp) -> fx.Node:
         """A rank's part of ``x``: all of it, or that of its groups."""

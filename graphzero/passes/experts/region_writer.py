@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,11 @@ from graphzero.sbp import rank_call
 from graphzero.sbp.types import Nd, S, Sbp
 
 aten = torch.ops.aten
+
+
+def words_of(graph: StepGraph, sbps: Mapping[int, Sbp]) -> list[str]:
+    """The words of an end of per-rank code: SBPs on some axes; along the others it changes nothing."""
+    return [str(sbps[i]) if i in sbps else FREE for i in range(len(graph.placement.names))]
 
 
 class RegionWriter:
@@ -79,7 +84,7 @@ class RegionWriter:
         return self.entered[x, sbp]
 
     def _words(self, sbp: Sbp) -> list[str]:
-        return [str(sbp) if i in self.axes else FREE for i in range(len(self.graph.placement.names))]
+        return words_of(self.graph, dict.fromkeys(self.axes, sbp))
 
     def _shape(self, shape: Iterable[int], nd: Nd) -> list[int]:
         (sbp,), sizes = nd, list(shape)

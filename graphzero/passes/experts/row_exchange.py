@@ -20,7 +20,8 @@ from torch import fx
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ops import AS_GLOBAL, AS_LOCAL, FREE
+from graphzero.ops import AS_GLOBAL, AS_LOCAL
+from graphzero.passes.experts.region_writer import words_of
 from graphzero.passes.place.expand import DefinitionWriter
 from graphzero.sbp.types import P, S, Sbp
 
@@ -70,7 +71,7 @@ class RowExchange:
         self._slot_of_row = w(aten.clamp.default, w(aten.add.Tensor, numbers, moved), 0, self.slots - 1)
         more = w(aten.sub.Tensor, w(aten.sub.Tensor, last, first), self.room)
         more = w(aten.sum.dim_IntList, w(aten.clamp.default, more, 0), [0], dtype=torch.float32)
-        self.excess = w(AS_GLOBAL, more, self._words(P, P), [])
+        self.excess = w(AS_GLOBAL, more, self.words(P, P), [])
 
     def _plan_receipt(self, w: DefinitionWriter, counts: fx.Node) -> None:
         """The order of a rank's slots by expert, and where each expert's rows end in it."""
@@ -108,8 +109,8 @@ class RowExchange:
             rest = value.tensor_type(rows).shape[1:]
             shaped = w(aten.view.default, rows, [1, 1, self.slots, *rest])
             whole = [self.others, self.ranks, self.slots, *rest]
-            received = w(AS_GLOBAL, shaped, self._words(S(1), S(0)), whole)
-            received = w(AS_LOCAL, received, self._words(S(2), S(0)), [1, self.ranks, self.room, *rest])
+            received = w(AS_GLOBAL, shaped, self.words(S(1), S(0)), whole)
+            received = w(AS_LOCAL, received, self.words(S(2), S(0)), [1, self.ranks, self.room, *rest])
             received = w(aten.view.default, received, [self.slots, *rest])
             self._returned[x] = self._turn(w, w(aten.index.Tensor, received, [self._slot_of_row]), dim)
         return self._returned[x]
@@ -117,14 +118,13 @@ class RowExchange:
     def _send(self, w: DefinitionWriter, x: fx.Node) -> fx.Node:
         """[1, ranks, m, ...], a part for each rank, to [1, 1, ranks m, ...], a part of each rank."""
         _, ranks, each, *rest = value.tensor_type(x).shape
-        whole = w(AS_GLOBAL, x, self._words(S(2), S(0)), [self.others, ranks, ranks * each, *rest])
-        return w(AS_LOCAL, whole, self._words(S(1), S(0)), [1, 1, ranks * each, *rest])
+        whole = w(AS_GLOBAL, x, self.words(S(2), S(0)), [self.others, ranks, ranks * each, *rest])
+        return w(AS_LOCAL, whole, self.words(S(1), S(0)), [1, 1, ranks * each, *rest])
 
     def _turn(self, w: DefinitionWriter, x: fx.Node, dim: int) -> fx.Node:
         """``x`` with the dim of its rows and the first one in each other's place."""
         return x if dim == 0 else w(aten.transpose.int, x, 0, dim)
 
-    def _words(self, sbp: Sbp, other: Sbp) -> list[str]:
+    def words(self, sbp: Sbp, other: Sbp) -> list[str]:
         """``sbp`` on the axis of the exchange, ``other`` on the other axes of the region."""
-        names = range(len(self.graph.placement.names))
-        return [str(sbp if i == self.axis else other) if i in self.axes else FREE for i in names]
+        return words_of(self.graph, dict.fromkeys(self.axes, other) | {self.axis: sbp})

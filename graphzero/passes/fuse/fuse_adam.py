@@ -250,25 +250,13 @@ def _fuse(graph: StepGraph, node: fx.Node, matched: dict[str, Any], instead: dic
     if matches_pattern(parse_pattern(DECAY).outputs[0], param, before) and set(param.users) == {node}:
         param, decay = before["param"], before["weight_decay"]
     numbers = (matched["lr"], matched["beta1"], matched["beta2"], matched["eps"], decay)
-    args: tuple[Any, ...] = (
-        [param],
-        [matched["grad"]],
-        [matched["exp_avg"]],
-        [matched["exp_avg_sq"]],
-        [],
-        [matched["step"]],
-        *numbers,
-    )
+    lists = [[param], [matched["grad"]], [matched["exp_avg"]], [matched["exp_avg_sq"]], [], [matched["step"]]]
     type_, nd = value.tensor_type(node), value.nd_of(node)
     chain = _chain_nodes(matched)
     with graph.graph.inserting_before(node):
-        fused = graph.call(ADAM, args, (type_,) * 3, sbp=(nd,) * 3, like=node, name="adam")
+        fused = graph.call(ADAM, (*lists, *numbers), (type_,) * 3, sbp=(nd,) * 3, like=node, name="adam")
         for i, old in enumerate((node, matched["new_avg"], matched["new_sq"])):
             result = graph.call(operator.getitem, (fused, i), type_, sbp=nd, like=old)
             old.replace_all_uses_with(result, delete_user_cb=lambda user: user.op != "output" and user not in chain)
             instead[old] = result
-    return [*_before(matched["param"], param), *chain]
-
-
-def _before(decayed: fx.Node, param: fx.Node) -> list[fx.Node]:
-    return [] if decayed is param else [decayed]
+    return chain if param is matched["param"] else [matched["param"], *chain]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 from torch import fx
 
-from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.parser import parse
 
-
-@cache
-def parse_pattern(text: str) -> StepGraph:
-    return parse(text)
+parse_pattern = cache(parse)
 
 
 def matches_pattern(pattern: Any, given: Any, matched: dict[str, Any]) -> bool:
@@ -32,10 +27,10 @@ def matches_pattern(pattern: Any, given: Any, matched: dict[str, Any]) -> bool:
         return True
     if not isinstance(given, fx.Node) or given.target is not pattern.target:
         return False
-    same = len(given.args) == len(pattern.args) and given.kwargs.keys() == pattern.kwargs.keys()
-    return same and all(matches_pattern(p, g, matched) for p, g in _pairs(pattern, given))
-
-
-def _pairs(pattern: fx.Node, given: fx.Node) -> Iterator[tuple[Any, Any]]:
-    yield from zip(pattern.args, given.args, strict=True)
-    yield from ((arg, given.kwargs[name]) for name, arg in pattern.kwargs.items())
+    if len(given.args) != len(pattern.args) or given.kwargs.keys() != pattern.kwargs.keys():
+        return False
+    pairs = [
+        *zip(pattern.args, given.args, strict=True),
+        *((x, given.kwargs[name]) for name, x in pattern.kwargs.items()),
+    ]
+    return all(matches_pattern(*pair, matched) for pair in pairs)

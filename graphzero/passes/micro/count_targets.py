@@ -75,15 +75,6 @@ def _count(graph: StepGraph, node: fx.Node, loss: fx.Node) -> fx.Node:
         return w(aten.sum.dim_IntList, w(aten.ne.Scalar, target, ignored), dims, dtype=dtype)
     is_ignored = w(aten.eq.Scalar, target, ignored)
     index = w(aten.masked_fill.Scalar, target, is_ignored, 0)
-    weights = w(
-        aten.masked_fill.Scalar, w(aten.embedding.default, _column(w, weight), index), _last(w, is_ignored), 0.0
-    )
+    looked_up = w(aten.embedding.default, w(aten.unsqueeze.default, weight, 1), index)
+    weights = w(aten.masked_fill.Scalar, looked_up, w(aten.unsqueeze.default, is_ignored, -1), 0.0)
     return w(aten.sum.dim_IntList, weights, [*dims, len(dims)], dtype=dtype)
-
-
-def _column(w: DefinitionWriter, weight: Any) -> fx.Node:
-    return w(aten.unsqueeze.default, weight, 1)
-
-
-def _last(w: DefinitionWriter, mask: fx.Node) -> fx.Node:
-    return w(aten.unsqueeze.default, mask, -1)

@@ -175,11 +175,7 @@ class LoopWriter:
         for buffer, carried in self.carried_buffers.items():
             if self.loop_carried.updates[buffer.name] is node:
                 return carried
-        ancestors, pending = set[fx.Node](), [node]
-        while pending:
-            pending += [x for x in pending.pop().all_input_nodes if x not in ancestors]
-            ancestors.update(pending)
-        if not ancestors.isdisjoint(self.carried_buffers):
+        if any(x in self.carried_buffers for x in value.ancestors(node)):
             raise self.errors.needs_whole_batch(node, "reads a buffer that micro-batches change, in a pipeline")
         return None
 

@@ -12,7 +12,7 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import AS_GLOBAL, AS_LOCAL
 from graphzero.passes.micro.loop_partition import SHAPED
-from graphzero.sbp.types import B, Nd
+from graphzero.sbp.types import B, Nd, replace_at
 
 
 def restore_broadcast_sums(graph: StepGraph, axis: int) -> None:
@@ -28,11 +28,11 @@ def restore_broadcast_sums(graph: StepGraph, axis: int) -> None:
         per_micro_batch = [x for x in value.tensor_operands(node) if not value.nd_of(x)[axis].is_broadcast]
         adds = _is_sum(node, axis) and all(_is_sum(x, axis) for x in per_micro_batch)
         if not epilogue.isdisjoint(read_restored) and adds:
-            _box(graph, node, {x: _broadcast(value.nd_of(x), axis) for x in per_micro_batch})
+            _box(graph, node, {x: replace_at(value.nd_of(x), axis, B) for x in per_micro_batch})
             per_micro_batch, epilogue = [], epilogue | {node}
         if _is_sum(node, axis) and not per_micro_batch and (read_restored or node.target is ops.box):
             restored[node] = value.nd_of(node)
-            node.meta["sbp"] = _broadcast(value.nd_of(node), axis)
+            node.meta["sbp"] = replace_at(value.nd_of(node), axis, B)
         elif node.target is not ops.box and node.target not in SHAPED:
             _box(graph, node, {x: restored[x] for x in read_restored})
         completes = node.target is ops.box and per_micro_batch and value.nd_of(node)[axis].is_broadcast
@@ -44,10 +44,6 @@ def _is_sum(node: fx.Node, axis: int) -> bool:
     if node.target in (AS_LOCAL, AS_GLOBAL) or not value.is_tensor(node) or value.sbp_of(node) is None:
         return False
     return value.nd_of(node)[axis].is_partial
-
-
-def _broadcast(nd: Nd, axis: int) -> Nd:
-    return (*nd[:axis], B, *nd[axis + 1 :])
 
 
 def _box(graph: StepGraph, reader: fx.Node, operands: dict[fx.Node, Nd]) -> None:

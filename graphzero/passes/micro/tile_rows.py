@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -208,18 +209,9 @@ class _TileWriter:
 
     def _early(self) -> list[fx.Node]:
         """Ops below the place of the tiles on which they depend."""
-        below, rest, early = set[fx.Node](), list(self.given.values()), set[fx.Node]()
-        is_below = False
-        for node in self.graph.nodes:
-            is_below = is_below or node is self.place
-            if is_below:
-                below.add(node)
-        while rest:
-            node = rest.pop()
-            if node in below and node not in early:
-                early.add(node)
-                rest += node.all_input_nodes
-        return [node for node in self.graph.nodes if node in early]
+        needed = {x for given in self.given.values() for x in value.ancestors(given)}
+        below = dropwhile(lambda node: node is not self.place, self.graph.nodes)
+        return [node for node in below if node in needed]
 
     def _move(self, nodes: Iterable[fx.Node]) -> None:
         for node in nodes:

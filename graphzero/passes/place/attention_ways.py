@@ -200,7 +200,7 @@ class SplitSequence:
         signature = _signature(self.axis, self.node, split)
         if not isinstance(mask, fx.Node) or signature is None or not self.axis.sbp(mask).is_split:
             return
-        ancestors = _ancestors(mask)
+        ancestors = dict.fromkeys(value.ancestors(mask))
         if self.axis.sbp(mask) in signature.inputs[3:] or any(node.target is ops.use for node in ancestors):
             return
         for leaf in ancestors:
@@ -265,16 +265,6 @@ def _signature(axis: AxisPropagation, op: fx.Node, sbp: Sbp) -> Signature | None
     return next((s for s in _signatures(axis, op, sbp) if s.outputs[0] is sbp), None)
 
 
-def _ancestors(node: fx.Node) -> dict[fx.Node, None]:
-    """A value and all that it follows from."""
-    ancestors, waiting = {node: None}, [node]
-    while waiting:
-        new = [operand for operand in waiting.pop().all_input_nodes if operand not in ancestors]
-        ancestors |= dict.fromkeys(new)
-        waiting += new
-    return ancestors
-
-
 # ---- where a value travels, before heads are repeated or behind the sum over them
 
 
@@ -298,7 +288,7 @@ def _after_sum(axis: AxisPropagation, gradient: fx.Node, have: Sbp, want: Sbp) -
         (node,) = node.users
         if not (_moves_values(node) or node.target is SUM):
             break
-        sbps = [_result(axis, node, sbp) for sbp in boxes[-1][1:]]
+        sbps = [calls.result_sbp(axis.graph, node, axis.axis, sbp) for sbp in boxes[-1][1:]]
         nested = [sbp for sbp in sbps if sbp is not None and _nests(axis, node, sbp)]
         if len(nested) < len(sbps):
             break
@@ -308,11 +298,6 @@ def _after_sum(axis: AxisPropagation, gradient: fx.Node, have: Sbp, want: Sbp) -
 
 def _moves_values(node: fx.Node) -> bool:
     return is_plain_view(node.target) or is_copy(node.target)
-
-
-def _result(axis: AxisPropagation, node: fx.Node, sbp: Sbp) -> Sbp | None:
-    """The SBP of what an op makes of one operand; None where it allows none."""
-    return next((s.outputs[0] for s in _signatures(axis, node, sbp) if s.inputs[0] is sbp), None)
 
 
 def _signatures(axis: AxisPropagation, node: fx.Node, sbp: Sbp) -> tuple[Signature, ...]:

@@ -21,7 +21,7 @@ from graphzero.passes.place.step_results import StepResults
 from graphzero.sbp.link_costs import Costs, Links, costs_on
 from graphzero.sbp.shards import alike, nests
 from graphzero.sbp.signature import Signature
-from graphzero.sbp.types import B, Sbp
+from graphzero.sbp.types import B, Sbp, replace_at
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -238,23 +238,11 @@ class AxisPropagation:
 
     def write_sbps(self) -> None:
         """Give every node its SBP on this axis."""
+        unknown = (None,) * len(self.graph.placement.names)
         for node, sbps in self.found.items():
-            self._write_sbps(node, sbps)
-
-    def _write_sbps(self, node: fx.Node, sbps: tuple[Sbp | None, ...]) -> None:
-        count = len(self.graph.placement.names)
-        old = value.sbp_of(node)
-        if value.is_multi(node):
-            olds = old or ((None,) * count,) * len(sbps)
-            node.meta["sbp"] = tuple(
-                None if s is None else self._put(o or (None,) * count, s) for o, s in zip(olds, sbps, strict=True)
-            )
-        else:
-            assert sbps[0] is not None
-            node.meta["sbp"] = self._put(old or (None,) * count, sbps[0])
-
-    def _put(self, nd: tuple[Sbp | None, ...], sbp: Sbp) -> tuple[Sbp | None, ...]:
-        return (*nd[: self.axis], sbp, *nd[self.axis + 1 :])
+            olds = [nd or unknown for _, nd in value.results_of(node)]
+            nds = (None if s is None else replace_at(old, self.axis, s) for old, s in zip(olds, sbps, strict=True))
+            node.meta["sbp"] = tuple(nds) if value.is_multi(node) else next(nds)
 
 
 def _moved(node: fx.Node, have: Sbp, want: Sbp) -> tuple[fx.Node, Sbp]:

@@ -131,14 +131,10 @@ def _put(graph: StepGraph, axis: int, planned: PlannedPin, places: Mapping[fx.No
         node, first = planned.box.node, min(planned.readers, key=places.__getitem__)
         with graph.graph.inserting_before(first if node.op == "placeholder" else node.next):
             pin = graph.call(PIN, (node, -1), value.tensor_type(node), like=planned.like, name=f"{node.name}_pin")
-        pin.meta["sbp"] = pin.meta["pins"] = ()
         for reader in planned.readers:
             reader.replace_input_with(node, pin)
         own.add(pin)
-    count = len(graph.placement.names)
-    sbps, pins = value.sbp_of(pin) or (None,) * count, value.pins_of(pin) or (False,) * count
-    pin.meta["sbp"] = (*sbps[:axis], planned.box.want, *sbps[axis + 1 :])
-    pin.meta["pins"] = (*pins[:axis], True, *pins[axis + 1 :])
+    graph.pin(pin, graph.placement.names[axis], planned.box.want)
 
 
 def _pin_beside(axis: int, planned: PlannedPin, own: Collection[fx.Node]) -> fx.Node | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from graphzero.ir.aliases import is_view
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import Liveness, StorageSpan, liveness
 from graphzero.ir.storage.roots import Storage, written_by
+from graphzero.ir.streams.instructions import begun_by
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.schedule.bucket import default_limit
 
@@ -186,7 +187,7 @@ def _stay_of(at: Liveness, span: StorageSpan, values: Sequence[fx.Node]) -> _Sta
     x, shown, before = early[filling[-1]], early[filling[-1] + 1 :], early[: filling[-1]]
     late = {user for node in (x, *shown) for user in node.users if position[user] >= first_late}
     views = _leading_to(late, shown)
-    is_over = all(position[_begun_by(at.nodes[i])] >= first_late for i in readers if i >= first_late)
+    is_over = all(position[begun_by(at.nodes[i])] >= first_late for i in readers if i >= first_late)
     is_behind = all(position[user] < first_late for node in before for user in node.users)
     if not late or not is_over or not is_behind or not all(map(_can_be_made_again, views)):
         return None
@@ -201,11 +202,6 @@ def _fills(at: Liveness, span: StorageSpan, node: fx.Node) -> bool:
         return False
     is_shown = _can_be_made_again(node) and set(at.roots[node.all_input_nodes[0]]) == {span.storage}
     return not is_shown and at.nbytes_of(node) == span.nbytes
-
-
-def _begun_by(node: fx.Node) -> fx.Node:
-    """The op that has begun the transfer for which a node waits, and which reads until then; else the node."""
-    return value.operand(node) if node.target is ops.wait else node
 
 
 def _leading_to(readers: set[fx.Node], views: Sequence[fx.Node]) -> list[fx.Node]:
@@ -227,37 +223,26 @@ def _can_be_made_again(view: fx.Node) -> bool:
 
 def _round_trips(at: Liveness, stays: list[_Stay], window: int) -> Iterator[RoundTrip]:
     """The round trips in one part of the program that leave the device free in between."""
-    out, back = _awaited_at(stays, window), _begun_at(stays, window)
+    out = _places(stays, lambda stay: stay.last_early, window)
+    back = _places(stays, lambda stay: -stay.first_late, window)
     for stay in stays:
         trip = RoundTrip(
             stay.x, stay.views, stay.late, stay.nbytes,
-            _behind(at, stay.last_early), _behind(at, out.get(stay, len(at.nodes))), back[stay], stay.first_late,
+            _behind(at, stay.last_early), _behind(at, out.get(stay, len(at.nodes))),
+            -back.get(stay, -stay.first_late), stay.first_late,
         )  # fmt: skip
         if trip.out_launch < trip.out_wait < trip.back_launch:
             yield trip
 
 
-def _awaited_at(stays: Sequence[_Stay], window: int) -> dict[_Stay, int]:
-    """Behind which position each has arrived on the host: where enough that came behind it is done with."""
-    line = sorted(stays, key=lambda stay: stay.last_early)
-    places, left = dict[_Stay, int](), list[tuple[_Stay, int]]()
-    for stay in line:
-        done = [one for one, seen in left if seen + stay.nbytes >= window and one.last_early < stay.last_early]
-        places.update((one, stay.last_early) for one in done)
-        left = [(one, seen + stay.nbytes) for one, seen in left if one not in places]
-        left.append((stay, 0))
-    return places
-
-
-def _begun_at(stays: Sequence[_Stay], window: int) -> dict[_Stay, int]:
-    """At which position each sets out for the device: where backward reads what comes enough ahead of it."""
-    line = sorted(stays, key=lambda stay: -stay.first_late)
-    places, left = {stay: stay.first_late for stay in stays}, list[tuple[_Stay, int]]()
-    for stay in line:
-        ahead = [one for one, seen in left if seen + stay.nbytes >= window and one.first_late > stay.first_late]
-        places.update((one, stay.first_late) for one in ahead)
-        left = [(one, seen + stay.nbytes) for one, seen in left if one not in ahead]
-        left.append((stay, 0))
+def _places(stays: Sequence[_Stay], key: Callable[[_Stay], int], window: int) -> dict[_Stay, int]:
+    """Of a line of values in the order of ``key``: the key with which enough has come behind each."""
+    places, waiting = dict[_Stay, int](), list[tuple[_Stay, int]]()
+    for stay in sorted(stays, key=key):
+        enough = {one for one, seen in waiting if seen + stay.nbytes >= window and key(one) < key(stay)}
+        places |= dict.fromkeys(enough, key(stay))
+        waiting = [(one, seen + stay.nbytes) for one, seen in waiting if one not in enough]
+        waiting.append((stay, 0))
     return places
 
 
@@ -293,7 +278,7 @@ def _write_copies(graph: StepGraph, trips: Sequence[RoundTrip]) -> None:
         for view in trip.views:
             back[view] = _show_again(graph, view, back, first_reader)
         for reader in trip.late:
-            reader.args, reader.kwargs = _with_copies((reader.args, reader.kwargs), back)
+            reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), lambda x: back.get(x, x))  # noqa: B023
 
 
 def _write_launch(graph: StepGraph, trip: RoundTrip, stop: fx.Node) -> fx.Node:
@@ -311,13 +296,8 @@ def _write(graph: StepGraph, op: Any, args: tuple[fx.Node, ...], x: fx.Node, sto
 
 def _show_again(graph: StepGraph, view: fx.Node, back: Mapping[fx.Node, fx.Node], stop: fx.Node) -> fx.Node:
     """A view of what has come back."""
-    args, kwargs = _with_copies((view.args, view.kwargs), back)
+    args, kwargs = fx.map_arg((view.args, view.kwargs), lambda x: back.get(x, x))
     with graph.graph.inserting_before(stop):
         again = graph.graph.create_node("call_function", view.target, args, kwargs, name=f"{view.name}_back")
     again.meta = {**view.meta, "phase": "backward"}
     return again
-
-
-def _with_copies(args: Any, back: Mapping[fx.Node, fx.Node]) -> Any:
-    """Arguments with what has come back in the place of what went."""
-    return fx.map_arg(args, lambda x: back.get(x, x))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import reduce
+from operator import attrgetter
 from typing import Any
 
 from torch import fx
@@ -173,7 +175,9 @@ def _buckets(graph: StepGraph, limit: int) -> list[_Bucket]:
         if bucket is not None and role is not None:
             by_param[role.of].append(bucket)
     buckets: list[_Bucket] = []
-    for bucket in sorted(map(_join, by_param.values()), key=lambda bucket: bucket.begin):
+    begin = attrgetter("begin")
+    of_params = (reduce(_Bucket.joined, sorted(some, key=begin)) for some in by_param.values())
+    for bucket in sorted(of_params, key=begin):
         if buckets and _fits(at, buckets[-1], bucket, limit):
             buckets[-1] = buckets[-1].joined(bucket)
         else:
@@ -192,13 +196,6 @@ def _bucket_of(at: Liveness, state: fx.Node) -> _Bucket | None:
     reader = next((user for user in users if user is not assigns.get(state) or user.args[1] is state), None)
     first, last = users[0], users[-1]
     return _Bucket({state: reader}, assigns, at.nbytes_of(state), at.position[first], at.position[last], first, last)
-
-
-def _join(buckets: list[_Bucket]) -> _Bucket:
-    first, *others = sorted(buckets, key=lambda bucket: bucket.begin)
-    for other in others:
-        first = first.joined(other)
-    return first
 
 
 def _fits(at: Liveness, bucket: _Bucket, other: _Bucket, limit: int) -> bool:

@@ -12,10 +12,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -69,16 +68,36 @@ class Overlap(BuiltinPass):
     """
 
     bucket_bytes: int | None = None
+    in_update: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check(self)
+        if self.bucket_bytes is not None and self.bucket_bytes < 0:
+            raise ConfigError(
+                f"{type(self).__name__}(bucket_bytes={self.bucket_bytes}): bytes under way must not be negative"
+            )
 
     def __call__(self, graph: StepGraph) -> StepGraph:
-        return _overlap(graph, self.bucket_bytes, lambda phase: phase != "update")
+        limit = default_limit(graph) if self.bucket_bytes is None else self.bucket_bytes
+        groups: dict[Any, list[Transfer]] = defaultdict(list)
+        at = liveness(graph)
+        for moves in at.transfers.values():
+            if moves.slot == NO_SLOT_YET and (value.phase_of(moves.end) == "update") == self.in_update:
+                kind = _kind(moves), at.section[moves.end], _depth(moves), is_early(moves.node)
+                groups[kind].append(moves)
+        for (_, _, depth, early), members in sorted(groups.items(), key=lambda item: item[0][2]):
+            if depth and not early:
+                _carry_on_late(graph, members)
+        for (*_, early), members in sorted(groups.items(), key=lambda item: -item[0][2]):
+            if early:
+                _prefetch(graph, members, limit)
+        for (*_, early), members in groups.items():
+            if not early:
+                _await_late(graph, members, limit)
+        return graph
 
 
 @dataclass(frozen=True)
-class OverlapUpdate(BuiltinPass):
+class OverlapUpdate(Overlap):
     """Starts transfers of the update early and awaits them late; changes no value.
 
     bucket_bytes: of whole values under way at a time; by default what ``Bucket`` takes for a bucket.
@@ -117,40 +136,7 @@ class OverlapUpdate(BuiltinPass):
           return update(w=w1, v=v1)
     """
 
-    bucket_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def __call__(self, graph: StepGraph) -> StepGraph:
-        return _overlap(graph, self.bucket_bytes, lambda phase: phase == "update")
-
-
-def _check(pass_: Overlap | OverlapUpdate) -> None:
-    if pass_.bucket_bytes is not None and pass_.bucket_bytes < 0:
-        raise ConfigError(
-            f"{type(pass_).__name__}(bucket_bytes={pass_.bucket_bytes}): bytes under way must not be negative"
-        )
-
-
-def _overlap(graph: StepGraph, nbytes: int | None, has: Callable[[str], bool]) -> StepGraph:
-    limit = default_limit(graph) if nbytes is None else nbytes
-    groups: dict[Any, list[Transfer]] = defaultdict(list)
-    at = liveness(graph)
-    for moves in at.transfers.values():
-        if moves.slot == NO_SLOT_YET and has(value.phase_of(moves.end)):
-            kind = _kind(moves), at.section[moves.end], _depth(moves), is_early(moves.node)
-            groups[kind].append(moves)
-    for (_, _, depth, early), members in sorted(groups.items(), key=lambda item: item[0][2]):
-        if depth and not early:
-            _carry_on_late(graph, members)
-    for (*_, early), members in sorted(groups.items(), key=lambda item: -item[0][2]):
-        if early:
-            _prefetch(graph, members, limit)
-    for (*_, early), members in groups.items():
-        if not early:
-            _await_late(graph, members, limit)
-    return graph
+    in_update: ClassVar[bool] = True
 
 
 def _kind(moves: Transfer) -> tuple[str, str, str]:
@@ -231,9 +217,7 @@ def _way_on(moves: Transfer) -> list[fx.Node]:
 def _await_late(graph: StepGraph, transfers: list[Transfer], limit: int) -> None:
     at = liveness(graph)
     position = at.position
-    transfers = sorted(
-        transfers, key=lambda moves: position[moves.node]
-    )  # carrying on late may have changed their order
+    transfers = sorted(transfers, key=lambda moves: position[moves.node])  # carrying on late may have moved some
     for i, moves in enumerate(transfers):
         picks = list(moves.end.users)
         added = [user for pick in picks for user in pick.users if user.target is ops.accumulate]
