@@ -117,12 +117,7 @@ class StepGraph:
 
     def gradients(self) -> dict[str, Node]:
         """Parameter path -> the value of its gradient when backward ends."""
-        by_path = {}
-        for node in self.graph.nodes:
-            role = value.role_of(node)
-            if role is not None and role.kind == "gradient":
-                by_path[role.of] = node
-        return by_path
+        return {node.meta["role"].of: node for node in self.graph.nodes if value.has_role(node, "gradient")}
 
     def analysis(self, make: Callable[[StepGraph], Analysis]) -> Analysis:
         """The result of ``make`` for the graph as it is now, computed once while nothing changes.
@@ -224,6 +219,16 @@ class StepGraph:
         if like is not None and value.repeats_of(like):
             node.meta["repeat"] = value.repeats_of(like)
         return node
+
+    def copy_op(self, node: Node, read: Callable[[Node], Node], name: str = "", **facts: Any) -> Node:
+        """Add the op of a node, of this graph or of another, at the insert point.
+
+        read: gives its operands here.  facts: those that are not as of ``node``.
+        """
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), read)
+        copy = self.graph.create_node("call_function", node.target, args, kwargs, name=name or node.name)
+        copy.meta = {**node.meta, **facts}
+        return copy
 
     def pin(self, target: Node | str, axis: str, sbp: Sbp) -> Node:
         """Fix the SBP of a value on one placement axis.

@@ -11,15 +11,6 @@ from graphzero.plan.stage import STAGES, choose
 from graphzero.plan.variants import Candidate
 
 __all__ = [
-    "CATEGORIES",
-    "STAGES",
-    "Budget",
-    "Candidate",
-    "Collective",
-    "MemoryPlan",
-    "Plan",
-    "choose",
-    "mega",
-    "memory_of",
+    "CATEGORIES", "STAGES", "Budget", "Candidate", "Collective", "MemoryPlan", "Plan", "choose", "mega", "memory_of",
     "plan_of",
-]
+]  # fmt: skip

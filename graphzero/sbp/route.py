@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 
-from graphzero.sbp.boxing import Move, move, wire_bytes
+from graphzero.sbp.boxing import Move, move
 from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.sbp.link_costs import Costs, Links
 from graphzero.sbp.shards import alike, nests
@@ -65,15 +65,6 @@ def route(
     sizes = tuple(shape) if named else tuple(ranks if dim in even else 1 for dim in range(len(shape)))
     size = nbytes if links else ranks**2  # without links any does; of this one pieces are whole numbers
     return _shortest(src, dst, Costs(hierarchy, links), size, () if few else even[:2], few, sizes)
-
-
-def bytes_of(steps: Sequence[Step], src: Nd, hierarchy: tuple[int, ...], nbytes: int) -> float:
-    """Bytes that one rank sends when a tensor of ``nbytes`` in all takes these steps from ``src``, padding apart."""
-    nd, total = src, 0.0
-    for axis, step in steps:
-        total += wire_bytes(step.kind, nbytes, hierarchy[axis]) / _cuts(nd, hierarchy, axis)
-        nd = replace_at(nd, axis, step.dst)
-    return total
 
 
 def is_possible(nd: Nd, axis: int, src: Sbp, dst: Sbp, hierarchy: Sequence[int]) -> bool:

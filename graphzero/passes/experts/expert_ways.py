@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, prod
+from math import ceil
 
 import torch
 from torch import fx
@@ -97,15 +97,15 @@ class ExpertWays:
         """
         gradients = [node for node, op in self._products.items() if not op.enters]
         read = [x for node, op in self.rows.ops.items() for x in op.enters if self._reads_tokens(node)]
-        tokens = max(read, key=self._own_bytes, default=None)
+        tokens = max(read, key=self.axis.bytes_in_line, default=None)
         phases, ranks = len({value.phase_of(node) for node in self._products}), self.axis.ranks
-        gathered = self._own_bytes(tokens) if tokens is not None else 0.0
+        gathered = self.axis.bytes_in_line(tokens) if tokens is not None else 0.0
         each = self.rows.rows / value.tensor_type(tokens).shape[0] if tokens is not None else 0.0
         wholes = {
             "exchange": [("all_to_all", gathered * each * self.room / self._own_rows)] * (2 * phases),
             "tokens": [("all_gather", gathered), ("reduce_scatter", gathered)] * phases,
-            "weights": [*(("all_gather", self._own_bytes(x)) for x in self._stacked),
-                        *(("reduce_scatter", self._own_bytes(x)) for x in gradients)],
+            "weights": [*(("all_gather", self.axis.bytes_in_line(x)) for x in self._stacked),
+                        *(("reduce_scatter", self.axis.bytes_in_line(x)) for x in gradients)],
         }  # fmt: skip
         return {way: [(kind, whole * (ranks - 1) / ranks) for kind, whole in wholes[way]] for way in WAYS}
 
@@ -151,11 +151,6 @@ class ExpertWays:
     def _reads_tokens(self, node: fx.Node) -> bool:
         """Return whether an op brings rows as given into the order of the sort."""
         return node is not self.rows.sort and node.target in (aten.index.Tensor, aten.index_select.default)
-
-    def _own_bytes(self, x: fx.Node) -> float:
-        """Bytes of a value that the ranks of one line of the axis have together."""
-        others = (other for other in self.axis.axes if other is not self.axis and other.sbp(x).is_split)
-        return value.tensor_type(x).nbytes / prod(other.ranks for other in others)
 
 
 def _use_of(x: fx.Node) -> fx.Node | None:

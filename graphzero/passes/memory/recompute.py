@@ -186,9 +186,7 @@ def _missing(
 
 
 def _copy(graph: StepGraph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: copies.get(x, x))
-    copy = graph.graph.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_r")
-    copy.meta = {**node.meta, "phase": "backward"}
+    copy = graph.copy_op(node, lambda x: copies.get(x, x), f"{node.name}_r", phase="backward")
     if not value.has_role(node, "param"):
         graph.set_role(copy, Role(AGAIN, node.name))
     return copy

@@ -136,16 +136,18 @@ class SplitSequence:
         signature = _signature(self.axis, self.node, split)
         assert signature is not None
         operands = value.tensor_operands(self.node)
-        operand_bytes = [self._nbytes(x) / self._pieces(sbp) for x, sbp in zip(operands, signature.inputs, strict=True)]
+        operand_bytes = [
+            self.axis.bytes_in_line(x) / self._pieces(sbp) for x, sbp in zip(operands, signature.inputs, strict=True)
+        ]
         if name == RING:  # the block that is read and the one that is on its way
             operand_bytes[1:3] = (min(2 / self.axis.ranks, 1.0) * nbytes for nbytes in operand_bytes[1:3])
-        result = self._nbytes(operands[0]) / self._pieces(signature.outputs[0])
+        result = self.axis.bytes_in_line(operands[0]) / self._pieces(signature.outputs[0])
         mask = operand_bytes[3] if isinstance(_argument(self.node, "bias"), fx.Node) else 0.0
         return AttentionWay(name, pins, sent, price, sum(operand_bytes) + result, mask)
 
     def _price(self, name: str, box: Box, costs: Costs) -> float:
         """The price of a box; in a ring, of the steps that stand in its place."""
-        nbytes, ranks, axis = self._nbytes(box.node), self.axis.ranks, self.axis.axis
+        nbytes, ranks, axis = self.axis.bytes_in_line(box.node), self.axis.ranks, self.axis.axis
         if name == RING and box.have.is_partial:
             dtype = value.tensor_type(box.node).dtype
             return ranks * costs.price_of("shift", nbytes * wide(dtype).itemsize / dtype.itemsize, axis)
@@ -157,11 +159,6 @@ class SplitSequence:
     def _gathered(self) -> list[fx.Node]:
         """Keys and values, where they travel."""
         return [_before_repeat(self.axis, operand, B).node for operand in self._operands[1:]]
-
-    def _nbytes(self, node: fx.Node) -> float:
-        """Bytes of a value, whole on this axis, that one rank has of it."""
-        others = (axis for axis in self.axis.axes if axis is not self.axis and axis.sbp(node).is_split)
-        return value.tensor_type(node).nbytes / prod(axis.ranks for axis in others)
 
     def _pieces(self, sbp: Sbp) -> int:
         return self.axis.ranks if sbp.is_split else 1

@@ -129,6 +129,11 @@ class AxisPropagation:
             remaining /= prod(axis.ranks for axis in others if axis.sbp(node).is_split)
         return remaining
 
+    def bytes_in_line(self, node: fx.Node) -> float:
+        """Bytes of a value that the ranks of one line of the axis have together."""
+        others = (axis for axis in self.axes if axis is not self and axis.sbp(node).is_split)
+        return value.tensor_type(node).nbytes / prod(axis.ranks for axis in others)
+
     def cost(self, reader: fx.Node, node: fx.Node, have: Sbp, want: Sbp) -> float:
         """The price of boxing a value for ``reader`` (``Costs``); what is boxed so for another one is free."""
         key = _moved(node, have, want)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -263,7 +263,10 @@ def _write_copies(graph: StepGraph, trips: Sequence[RoundTrip]) -> None:
     Where several stand in one place what begins stands first, so that a link is not idle while another is awaited.
     """
     nodes = liveness(graph).nodes
-    launches = [_write_launch(graph, trip, nodes[trip.out_launch]) for trip in trips]
+    launches = []
+    for trip in trips:
+        room = _write(graph, ops.host_room, (trip.x,), trip.x, nodes[trip.out_launch])
+        launches.append(_write(graph, ops.to_host_launch, (room, trip.x), trip.x, nodes[trip.out_launch]))
     waits = [
         _write(graph, ops.to_host_wait, (launch, trip.x), trip.x, nodes[trip.out_wait])
         for trip, launch in zip(trips, launches, strict=True)
@@ -275,16 +278,15 @@ def _write_copies(graph: StepGraph, trips: Sequence[RoundTrip]) -> None:
     for trip, wait, launch in zip(trips, waits, begun, strict=True):
         first_reader = nodes[trip.back_wait]
         back = {trip.x: _write(graph, ops.to_device_wait, (launch, wait), trip.x, first_reader)}
-        for view in trip.views:
-            back[view] = _show_again(graph, view, back, first_reader)
+
+        def read(x: fx.Node, back: dict[fx.Node, fx.Node] = back) -> fx.Node:
+            return back.get(x, x)
+
+        with graph.graph.inserting_before(first_reader):
+            for view in trip.views:
+                back[view] = graph.copy_op(view, read, f"{view.name}_back", phase="backward")
         for reader in trip.late:
-            reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), lambda x: back.get(x, x))  # noqa: B023
-
-
-def _write_launch(graph: StepGraph, trip: RoundTrip, stop: fx.Node) -> fx.Node:
-    """Begin to copy a value to the host, in front of ``stop``."""
-    room = _write(graph, ops.host_room, (trip.x,), trip.x, stop)
-    return _write(graph, ops.to_host_launch, (room, trip.x), trip.x, stop)
+            reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), read)
 
 
 def _write(graph: StepGraph, op: Any, args: tuple[fx.Node, ...], x: fx.Node, stop: fx.Node) -> fx.Node:
@@ -292,12 +294,3 @@ def _write(graph: StepGraph, op: Any, args: tuple[fx.Node, ...], x: fx.Node, sto
     phase = "forward" if value.phase_of(stop) == "forward" else "backward"
     with graph.graph.inserting_before(stop):
         return graph.call(op, args, value.type_of(x), sbp=value.sbp_of(x), phase=phase, like=x)
-
-
-def _show_again(graph: StepGraph, view: fx.Node, back: Mapping[fx.Node, fx.Node], stop: fx.Node) -> fx.Node:
-    """A view of what has come back."""
-    args, kwargs = fx.map_arg((view.args, view.kwargs), lambda x: back.get(x, x))
-    with graph.graph.inserting_before(stop):
-        again = graph.graph.create_node("call_function", view.target, args, kwargs, name=f"{view.name}_back")
-    again.meta = {**view.meta, "phase": "backward"}
-    return again

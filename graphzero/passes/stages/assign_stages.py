@@ -5,7 +5,7 @@ Modules are marked by the user; this pass carries the marks on to forward, backw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -115,6 +115,7 @@ class _Assignment:
         self.stages: dict[fx.Node, int | None] = {}
         self.gradients: set[fx.Node] = set()
         self.needed: dict[fx.Node, int] = {}
+        self.wanted: dict[fx.Node, set[int]] = {}
         self.nodes = [node for node in graph.nodes if node.op != "output"]
         self.recomputed = recomputed_values(self.nodes)
         self.params = {node.meta["role"].of: node for node in graph.placeholders("param")}
@@ -127,7 +128,7 @@ class _Assignment:
         computed = [node for node in self.nodes if node.op != "placeholder"]
         forward = [node for node in computed if value.phase_of(node) == "forward"]
         for node in forward:
-            self.stages[node] = self._forward_stage(node)
+            self.stages[node] = self._stage_of(node, self._forward_stage)
         self._settle_free(forward)
         backward = [node for node in computed if value.phase_of(node) == "backward"]
         self.needed = self._needed_stages(backward)
@@ -138,7 +139,7 @@ class _Assignment:
             is_placed = self._marked_stage(node) is not None and not value.has_role(node, "param")  # its 16-bit cast
             if is_placed or self.gradients & {*node.all_input_nodes}:
                 self.gradients.add(node)
-            self.stages[node] = self._backward_stage(node)
+            self.stages[node] = self._stage_of(node, self._backward_stage)
         self._settle_saved(backward)
         self._settle_spread(backward)
         self._assign_update([node for node in computed if value.phase_of(node) == "update"])
@@ -151,13 +152,12 @@ class _Assignment:
             return FREE if marked is None else min([marked, *self._reading_marks(node)])
         return None  # of a state, when its parameter's is known
 
-    def _reading_marks(self, param: fx.Node) -> Iterator[int]:
+    def _reading_marks(self, param: fx.Node) -> list[int]:
         """The stages of the marked modules whose forward reads a parameter: of a tied one, others than its own."""
         uses = [user for user in param.users if value.phase_of(user) == "forward"]
-        for reader in [reader for use in uses for reader in (use.users if use.target is ops.use else (use,))]:
-            marked = self.marks.stage_of(value.module_of(reader)) if value.phase_of(reader) == "forward" else None
-            if marked is not None:
-                yield marked
+        readers = [reader for use in uses for reader in (use.users if use.target is ops.use else (use,))]
+        forward = (reader for reader in readers if value.phase_of(reader) == "forward")
+        return _known(self.marks.stage_of(value.module_of(reader)) for reader in forward)
 
     def _marked_stage(self, node: fx.Node) -> int | None:
         """The mark of an op of backward: of the gradient of a tied parameter, where that lives."""
@@ -166,19 +166,21 @@ class _Assignment:
         return marked if marked is None or param is None else self.stages[param]
 
     def _operand_stages(self, nodes: Iterable[fx.Node]) -> list[int]:
-        return [stage for x in nodes if (stage := self.stages[x]) is not None]
+        return _known(self.stages[x] for x in nodes)
+
+    def _stage_of(self, node: fx.Node, decide: Callable[[fx.Node], int]) -> int | None:
+        """The stage of an op: as ``decide`` says, but of what follows its operand, and of what reads nothing of one."""
+        if not self._operand_stages(node.all_input_nodes):
+            return None
+        return self.stages[node.all_input_nodes[0]] if self._follows(node) else decide(node)
 
     def _follows(self, node: fx.Node) -> bool:
         """Whether a node is where its operand is: a name of it, or one of its results."""
         return is_name(node.target) or value.is_multi(node.all_input_nodes[0]) if node.all_input_nodes else False
 
-    def _forward_stage(self, node: fx.Node) -> int | None:
-        read = self._operand_stages(node.all_input_nodes)
-        if not read:
-            return None
-        if self._follows(node):
-            return read[0]
-        last, marked = max(read), self.marks.stage_of(value.module_of(node))
+    def _forward_stage(self, node: fx.Node) -> int:
+        last = max(self._operand_stages(node.all_input_nodes))
+        marked = self.marks.stage_of(value.module_of(node))
         if marked is None:
             return last  # FREE where that is all it reads
         if last > marked:
@@ -189,17 +191,12 @@ class _Assignment:
         """Decide what depends on unmarked parameters alone: the first stage that reads it."""
         for node in reversed([*self.graph.placeholders("param", "buffer"), *forward]):
             if self.stages[node] == FREE:
-                read_by = [self.stages.get(user) for user in node.users if user.op != "output"]
-                first = min((stage for stage in read_by if stage is not None and stage != FREE), default=None)
-                is_of_update = node.op == "placeholder" and not any(stage is not None for stage in read_by)
-                self.stages[node] = None if is_of_update else 0 if first is None else first
+                read_by = _known(self.stages.get(user) for user in node.users)
+                is_of_update = node.op == "placeholder" and not read_by
+                self.stages[node] = None if is_of_update else min((x for x in read_by if x != FREE), default=0)
 
-    def _backward_stage(self, node: fx.Node) -> int | None:
+    def _backward_stage(self, node: fx.Node) -> int:
         operands = node.all_input_nodes
-        if not self._operand_stages(operands):
-            return None
-        if self._follows(node):
-            return self.stages[operands[0]]
         gradients = [x for x in operands if x in self.gradients]
         first = min(self._operand_stages(gradients), default=None)
         marked = self._marked_stage(node)
@@ -210,7 +207,7 @@ class _Assignment:
                 raise self._wrong_way(node, marked, first, "a gradient")
             return marked
         saved = self._operand_stages(x for x in operands if x not in self.gradients)
-        stage = min(stage for stage in (max(saved, default=None), first) if stage is not None)
+        stage = min(_known((max(saved, default=None), first)))
         return max(stage, self.needed.get(node, stage))
 
     def _needed_stages(self, backward: list[fx.Node]) -> dict[fx.Node, int]:
@@ -227,10 +224,9 @@ class _Assignment:
     def _settle_saved(self, backward: list[fx.Node]) -> None:
         """Compute what backward makes of values of forward alone, as their transposes, where it is read first."""
         for node in reversed(backward):
-            stage, read_by = self.stages[node], [self.stages.get(user) for user in node.users if user.op != "output"]
-            is_saved = node not in self.gradients and node not in self.recomputed
+            stage, is_saved = self.stages[node], node not in self.gradients and node not in self.recomputed
             if is_saved and stage is not None and node.target is not ops.use:
-                first = min((reader for reader in read_by if reader is not None), default=stage)
+                first = min(_known(self.stages.get(user) for user in node.users), default=stage)
                 self.stages[node] = max(stage, first)
         for node in backward:
             if self._follows(node):
@@ -264,9 +260,9 @@ class _Assignment:
             self.stages[node] = self.stages[param] if param is not None else None
         placeholders = {node.name: node for node in self.graph.placeholders()}
         while True:
-            wanted = self._wanted_stages(update, placeholders)
+            self.wanted = self._wanted_stages(update, placeholders)
             for node in update:
-                self.stages[node] = self._update_stage(node, wanted.get(node, set()))
+                self.stages[node] = self._stage_of(node, self._update_stage)
             changed = False
             for name, new in self.graph.updates.items():
                 if self.stages[placeholders[name]] is None and self.stages[new] is not None:
@@ -286,13 +282,9 @@ class _Assignment:
                 wanted.setdefault(operand, set()).update(wanted.get(node, ()))
         return wanted
 
-    def _update_stage(self, node: fx.Node, wanted: set[int]) -> int | None:
-        read = self._operand_stages(node.all_input_nodes)
-        if not read:
-            return None
-        if self._follows(node):
-            return self.stages[node.all_input_nodes[0]]
-        return next(iter(wanted)) if len(wanted) == 1 else max(read)
+    def _update_stage(self, node: fx.Node) -> int:
+        wanted = self.wanted.get(node, set())
+        return next(iter(wanted)) if len(wanted) == 1 else max(self._operand_stages(node.all_input_nodes))
 
     # ---- checks
 
@@ -366,3 +358,7 @@ class _Assignment:
         for node in reversed(self.recomputed):
             if not node.users:
                 graph.graph.erase_node(node)
+
+
+def _known(stages: Iterable[int | None]) -> list[int]:
+    return [stage for stage in stages if stage is not None]

@@ -61,7 +61,9 @@ class _PartCutter:
         repeated = [i for i, node in enumerate(self.nodes) if value.repeats_of(node)]
         self.body = range(repeated[0], repeated[-1] + 1) if repeated else range(len(self.nodes), len(self.nodes))
         self.micro_batches = value.repeats_of(self.nodes[repeated[0]]) if repeated else 1
-        self._place_sums()
+        for node in self.nodes:  # sums over micro-batches that have no stage go to the last one
+            if self.stages[node] is None and node.target in ops.WRITING:
+                self.stages[node] = self.count - 1
         self.carried: dict[fx.Node, fx.Node] = {}  # what lies in a storage first -> what each micro-batch leaves there
         self.of_tiles: set[fx.Node] = set()  # what tiles of rows write over, and what they write
         self.roots = self._written_roots()
@@ -76,12 +78,6 @@ class _PartCutter:
         self.parts: dict[PartKey, _PartWriter] = {}
 
     # ---- where each value is computed
-
-    def _place_sums(self) -> None:
-        """Put sums over micro-batches that have no stage on the last stage."""
-        for node in self.nodes:
-            if self.stages[node] is None and node.target in ops.WRITING:
-                self.stages[node] = self.count - 1
 
     def _written_roots(self) -> dict[fx.Node, fx.Node]:
         """Value that micro-batches write over another -> what lies in that storage first."""
@@ -106,18 +102,12 @@ class _PartCutter:
         return sent
 
     def region(self, node: fx.Node) -> int:
-        at = self.position[node]
-        if at in self.body:
-            return FORWARD
-        if not self.body or at < self.body.start:
-            return PROLOGUE if self.body else self._region_without_body(node)
-        return EPILOGUE
-
-    def _region_without_body(self, node: fx.Node) -> int:
-        """The region of a node of a program that computes the whole batch at once."""
+        if self.body:
+            at = self.position[node]
+            return FORWARD if at in self.body else PROLOGUE if at < self.body.start else EPILOGUE
         if value.phase_of(node) == "update":
             return EPILOGUE
-        return PROLOGUE if node in self.moved_params else FORWARD
+        return PROLOGUE if node in self.moved_params else FORWARD  # the whole batch is computed at once
 
     @cached_property
     def moved_params(self) -> set[fx.Node]:
@@ -311,9 +301,8 @@ class _PartWriter:
             )
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.read_value)
-        copy = self.part.graph.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
-        copy.meta = {key: x for key, x in node.meta.items() if key != "repeat"}
+        copy = self.part.graph.copy_op(node, self.read_value)
+        copy.meta.pop("repeat", None)
         if node in self.cutter.roots:
             self._writes.append(copy)
         return copy

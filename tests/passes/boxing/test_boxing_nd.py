@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
+from math import prod
 
 import pytest
 import torch
@@ -17,9 +19,10 @@ from graphzero.passes.boxing.lower_boxing import SMALL as SMALL_BYTES
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.tensors.shards import join, local_shape
 from graphzero.runtime.world.virtual import VirtualWorld
-from graphzero.sbp.route import bytes_of, route
+from graphzero.sbp.boxing import wire_bytes
+from graphzero.sbp.route import Step, route
 from graphzero.sbp.shards import nests
-from graphzero.sbp.types import B, Nd, P, S, Sbp, partial
+from graphzero.sbp.types import B, Nd, P, S, Sbp, partial, replace_at
 from graphzero.testing import assert_graph
 
 MAX = partial("max")
@@ -55,6 +58,16 @@ def held(src: Nd, shape: tuple[int, ...], hierarchy: tuple[int, ...]) -> list[to
         seed = sum(100**i * int(place) for i, (place, sbp) in enumerate(zip(at, src, strict=True)) if sbp is not B)
         pieces.append(torch.randn(one, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
     return pieces
+
+
+def bytes_of(steps: Sequence[Step], src: Nd, hierarchy: tuple[int, ...], nbytes: int) -> float:
+    """Bytes that one rank sends when a tensor of ``nbytes`` in all takes these steps from ``src``, padding apart."""
+    nd, total = src, 0.0
+    for axis, step in steps:
+        others = (ranks for i, ranks in enumerate(hierarchy) if i != axis and nd[i].is_split)
+        total += wire_bytes(step.kind, nbytes, hierarchy[axis]) / prod(others)
+        nd = replace_at(nd, axis, step.dst)
+    return total
 
 
 def check(src: Nd, dst: Nd, shape: tuple[int, ...], hierarchy: tuple[int, ...]) -> None:
