@@ -71,12 +71,8 @@ def why_unfit(target: Any) -> str:
         return ""
     if not isinstance(target, torch._ops.OpOverload):
         return "is a function of Python, not an op"
-    return _why_unfit(target) or _why_foreign(target)
-
-
-def _why_foreign(op: torch._ops.OpOverload) -> str:
-    if op.namespace in NAMESPACES or registry.has_rule(op):
-        return ""
+    if (why := _why_unfit(target)) or target.namespace in NAMESPACES or registry.has_rule(target):
+        return why
     return "is a custom op; give it a rule with gz.sbp.rule before a program that names it is read"
 
 

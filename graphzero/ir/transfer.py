@@ -166,16 +166,15 @@ def is_transfer(node: fx.Node) -> bool:
 
 def bucket(graph: StepGraph, single: Sequence[fx.Node], like: fx.Node) -> fx.Node:
     """Add, at the insert point, one transfer of what ``single`` ones, of one group, move; their results in order."""
-    transfers = [transfer_of(node) for node in single]
+    transfers = [transfer for node in single if (transfer := transfer_of(node)) is not None]
     first = transfers[0]
-    assert first is not None
-    members = [member for transfer in transfers if transfer is not None for member in transfer.members]
-    dims = [dim for transfer in transfers if transfer is not None for dim in transfer.dims]
+    members = [member for transfer in transfers for member in transfer.members]
+    dims = [dim for transfer in transfers for dim in transfer.dims]
     by_name = {"dim": dims, "axis": first.axis, "reduction": first.reduction}
     args = (members, *(by_name[name] for name in first.collective.arguments))
     types = tuple(value.tensor_type(node) for node in single)
     nds: Any = tuple(value.nd_of(node) for node in single)
-    cast = {"dtype": types[0].dtype} if any(transfer is not None and transfer.casts for transfer in transfers) else {}
+    cast = {"dtype": types[0].dtype} if any(transfer.casts for transfer in transfers) else {}
     return graph.call(_BUCKET_OF[first.kind], args, types, sbp=nds, kwargs=cast, like=like)
 
 

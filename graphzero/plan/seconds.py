@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -90,9 +90,7 @@ def work_of(at: Liveness, node: fx.Node) -> OpWork | None:
     target, graph = node.target, at.graph
     if node.op != "call_function" or target is operator.getitem or value.is_scalar(node):
         return None
-    if target in (ops.accumulator, ops.host_room):
-        return None
-    if target in ops.HOST_WAITS:
+    if target in (ops.accumulator, ops.host_room, *ops.HOST_WAITS):
         return None
     if target is ops.to_device_launch:
         return OpWork(COPY, _dtype(node), 0.0, 2.0 * _nbytes(graph, node))
@@ -100,7 +98,7 @@ def work_of(at: Liveness, node: fx.Node) -> OpWork | None:
         return _writing(at, node)
     if is_view(target):
         return None
-    read = [_nbytes(graph, x) for x in _operands(node)]
+    read = [_nbytes(graph, x) for x in dict.fromkeys(value.own_operands(node))]
     written = _nbytes(graph, node)
     if target in READS_PLACES:
         read[0] = min(read[0], written)
@@ -113,7 +111,7 @@ def work_of(at: Liveness, node: fx.Node) -> OpWork | None:
         is_block = target in (ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD)
         share = _share_of_block(node) if is_block else _share_seen(node, node.args[draws - 2], rows[2], places)
         name, dtype, score_bytes = "mm", "f32", 4.0 * passes * prod(rows) * places * share
-    return OpWork(name, dtype, _flops(graph, node), sum(read) + written + score_bytes)
+    return OpWork(name, dtype, flops_of(node, partial(_size, graph)), sum(read) + written + score_bytes)
 
 
 def packing(layout: TransferLayout) -> tuple[OpWork, OpWork] | None:
@@ -150,11 +148,6 @@ def _writing(at: Liveness, node: fx.Node) -> OpWork | None:
     return OpWork(COPY, _dtype(place), 0.0, 2.0 * read)
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """The operands that an op reads, each once, without those that its result is written to."""
-    return list(dict.fromkeys(value.own_operands(node)))
-
-
 def _shape(graph: StepGraph, node: fx.Node, i: int = 0) -> tuple[torch.dtype, tuple[int, ...]] | None:
     """Dtype and this rank's shape of result ``i``; None for what is not a tensor."""
     type_, nd = value.results_of(node)[i]
@@ -185,10 +178,6 @@ def _size(graph: StepGraph, x: Any) -> Any:
         return tuple(shape[1] if (shape := _shape(graph, x, i)) else None for i in range(len(value.type_of(x))))
     shape = _shape(graph, x)
     return shape[1] if shape is not None else None
-
-
-def _flops(graph: StepGraph, node: fx.Node) -> float:
-    return flops_of(node, lambda x: _size(graph, x))
 
 
 def flops_of(node: fx.Node, size: Callable[[Any], Any]) -> float:

@@ -122,9 +122,8 @@ def _host_copy(at: Liveness, node: fx.Node, device: Device) -> _Step:
     """A copy between device and host memory begins, or is awaited."""
     if node.target in ops.HOST_WAITS:
         return _Step(node, awaits=value.operand(node))
-    stream, nbytes, link = TO_DEVICE, at.nbytes_of(node), device.host_link()
-    if node.target is ops.to_host_launch:
-        stream = TO_HOST
+    nbytes, link = at.nbytes_of(node), device.host_link()
+    stream = TO_HOST if node.target is ops.to_host_launch else TO_DEVICE
     return _Step(node, begins=(stream, op_name(node.target), link.latency + nbytes / link.bandwidth, nbytes))
 
 

@@ -37,13 +37,8 @@ def check_stated(graph: StepGraph, where: str) -> None:
             elif node.op == "output":
                 _check_output(graph)
         except Unfit as error:
-            raise violation(node, where, f"'{node.name}' {error}", _hint(node)) from None
-
-
-def _hint(node: fx.Node) -> str:
-    if node.op == "placeholder":
-        return "Write inputs as str(graph) prints them"
-    return "Write the op, its arguments and its type as str(graph) prints them"
+            what = "inputs" if node.op == "placeholder" else "the op, its arguments and its type"
+            raise violation(node, where, f"'{node.name}' {error}", f"Write {what} as str(graph) prints them") from None
 
 
 # ---- placeholders and results
@@ -150,16 +145,13 @@ def _of_op(graph: StepGraph, node: fx.Node) -> Any:
         _check_end(graph, node)
     args = as_key(node.args)
     kwargs = tuple((name, as_key(arg)) for name, arg in value.own_kwargs(node).items())
-    types = infer(node.target, args, kwargs, _count(value.type_of(node)))
+    said = value.type_of(node)
+    types = infer(node.target, args, kwargs, len(said) if isinstance(said, tuple) else 1)
     if isinstance(types, str):
         raise Unfit(types)
-    if isinstance(types, tuple) and isinstance(value.type_of(node), tuple):  # results that nobody reads may stay unsaid
-        types = tuple(None if s is None else t for t, s in zip(types, value.type_of(node), strict=True))
+    if isinstance(types, tuple) and isinstance(said, tuple):  # results that nobody reads may stay unsaid
+        types = tuple(None if s is None else t for t, s in zip(types, said, strict=True))
     return types
-
-
-def _count(type_: Any) -> int:
-    return len(type_) if isinstance(type_, tuple) else 1
 
 
 def _check_end(graph: StepGraph, node: fx.Node) -> None:

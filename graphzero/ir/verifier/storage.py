@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import fx
 
+from graphzero.errors import VerifyError
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage import inplace, kernel_forms
@@ -88,11 +89,12 @@ class _StorageWalk:
             is_there = new.target is not ops.assign and self.roots[new] == ((state, 0),) and new is not state
             if is_there and _is_written(new, state) and not reaches(new, state):
                 problem = f"'{new.name}', the new '{name}', lives in a view of it, which may turn out to be a copy"
-                raise violation(new, self.where, problem, f"Say assign({name}, {new.name}), or put it elsewhere")
+                raise self._violation(new, problem, f"Say assign({name}, {new.name}), or put it elsewhere")
         for launch in self.busy.values():
-            raise violation(
-                launch, self.where, f"nobody waits for '{launch.name}'", "Add the wait, or drop the launch too"
-            )
+            raise self._violation(launch, f"nobody waits for '{launch.name}'", "Add the wait, or drop the launch too")
+
+    def _violation(self, node: fx.Node, problem: str, hint: str) -> VerifyError:
+        return violation(node, self.where, problem, hint)
 
     def _check_read(self, node: fx.Node, operand: fx.Node, root: Storage | None) -> None:
         writer = self.written.get(root)
@@ -100,18 +102,18 @@ class _StorageWalk:
         is_new = operand is writer or (operand.target is ops.to_host_wait and operand.args[0] is writer)
         if writer is not None and is_use and not is_new:
             problem = f"'{node.name}' reads '{operand.name}' after '{writer.name}' wrote over it"
-            raise violation(node, self.where, problem, f"Move '{writer.name}' below its last reader")
+            raise self._violation(node, problem, f"Move '{writer.name}' below its last reader")
         if operand in self.spent and self.spent[operand] is not node:
             writer = self.spent[operand]
             problem = f"'{node.name}' reads '{operand.name}', in whose storage '{writer.name}' writes"
-            raise violation(node, self.where, problem, f"Put '{writer.name}' elsewhere, or make it later")
+            raise self._violation(node, problem, f"Put '{writer.name}' elsewhere, or make it later")
 
     def _check_write(self, node: fx.Node, room: fx.Node) -> None:
         """A step that a check stops has changed nothing."""
         storage = self.roots[room][0]
         if self.unchecked is not None and storage is not None and storage[0].op == "placeholder":
             problem = f"'{node.name}' writes over '{storage[0].name}' before '{self.unchecked.name}' is checked"
-            raise violation(node, self.where, problem, f"Move '{self.unchecked.name}' above it, or the write below")
+            raise self._violation(node, problem, f"Move '{self.unchecked.name}' above it, or the write below")
 
     def _check_room(self, node: fx.Node, i: int, room: fx.Node, reads: _Reads) -> None:
         """Result ``i`` may be put over a value of its form, by an op that can put it there."""
@@ -127,18 +129,15 @@ class _StorageWalk:
             good = kernel is not None and inplace.same_form(node, room)
         if not good:
             problem = f"'{node.name}' cannot be put in the storage of '{room.name}'"
-            raise violation(
-                node, self.where, problem, "out= takes a value of the same type and SBP, and an op with an out form"
-            )
+            hint = "out= takes a value of the same type and SBP, and an op with an out form"
+            raise self._violation(node, problem, hint)
         is_plain = moves is None and node.target not in inplace.OVER_OPERANDS
         if is_plain and not has_kernel(node, room, self.orders, device):
             if kernel_forms.writing(node.target, device) is None:
                 problem = f"'{node.name}' can only write over its first operand, which '{room.name}' is not"
             else:
                 problem = f"'{node.name}' writes row by row, which '{room.name}' is not known to lie"
-            raise violation(
-                node, self.where, problem, "Take out= off it, or make its room by an op that lays it out so"
-            )
+            raise self._violation(node, problem, "Take out= off it, or make its room by an op that lays it out so")
 
     def _check_overwrite(self, node: fx.Node, room: fx.Node, reads: _Reads) -> None:
         """Check that an overwritten value is not needed: by the op as it works, or by the user after the step."""
@@ -148,14 +147,10 @@ class _StorageWalk:
             sharing = []
         if sharing or (room in reads.times and not inplace.may_overwrite(node, room, device, reads.times)):
             problem = f"'{node.name}' writes over '{(sharing or [room])[0].name}' while it reads it"
-            raise violation(
-                node, self.where, problem, "Only ops that work element by element may write over an operand"
-            )
+            raise self._violation(node, problem, "Only ops that work element by element may write over an operand")
         if storage is not None and storage[0].op == "placeholder" and storage[0].name not in self.graph.updates:
             problem = f"'{node.name}' writes over '{storage[0].name}', which the step does not change"
-            raise violation(
-                node, self.where, problem, "Only what has a new value in the graph's updates may be written over"
-            )
+            raise self._violation(node, problem, "Only what has a new value in the graph's updates may be written over")
 
     def _spend(self, storage: Storage | None, writer: fx.Node) -> None:
         """Mark the values in ``storage`` as overwritten."""
@@ -167,7 +162,7 @@ class _StorageWalk:
             self._spend(self.roots[moves.members[0]][0], node)
         if slot in self.busy:
             problem = f"'{node.name}' takes slot {slot}, in which '{self.busy[slot].name}' is still under way"
-            raise violation(node, self.where, problem, "Wait for the first, or give the second another slot")
+            raise self._violation(node, problem, "Wait for the first, or give the second another slot")
         self.busy[node if slot in (None, NO_SLOT_YET) else slot] = node
 
 

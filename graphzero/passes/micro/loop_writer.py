@@ -219,18 +219,14 @@ class LoopWriter:
     def _final_value(self, node: fx.Node) -> fx.Node:
         """The value that the epilogue reads for ``node``."""
         for result in self.loop_carried.results.get(node, ()):
-            if self._is_final(result):
+            is_concatenation = result.dim is not None and result.nd == self.types.others(node)
+            if is_concatenation or node in self.partition.varying:  # or a mean
                 return self.results[result]
         written = self.writer.written[LAST]
         if self.is_staged and node not in written:  # what all micro-batches compute alike
             assert not self.partition.is_per_micro_batch(node), node.name
             written[node] = self._carried_value(node) or self._epilogue_value(node)
         return written[node]
-
-    def _is_final(self, result: LoopResult) -> bool:
-        """Return whether the epilogue reads a result in place of its source: a concatenation or a mean."""
-        is_concatenation = result.dim is not None and result.nd == self.types.others(result.source)
-        return is_concatenation or result.source in self.partition.varying
 
     def _write_value(self, node: fx.Node, part: str) -> None:
         """Write ``node`` for one micro-batch, and add it to its results."""

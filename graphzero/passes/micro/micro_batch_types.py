@@ -52,10 +52,8 @@ class MicroBatchTypes:
     def concatenation_sbp(self, source: Nd, wanted: Nd, dim: int) -> Nd:
         """The SBP in which pieces of ``dim`` are concatenated: split as the axes outside of ``mb`` have cut it."""
 
-        def outside_sbp(have: Sbp, want: Sbp) -> Sbp:
-            return have if have.is_split and have.dim == dim and have.sections == 1 else want
-
-        outside = [outside_sbp(have, want) for have, want in zip(source, wanted, strict=True)][: self.axis]
+        pairs = [*zip(source, wanted, strict=True)][: self.axis]
+        outside = (have if have.is_split and have.dim == dim and have.sections == 1 else want for have, want in pairs)
         return self.plain((*outside, *wanted[self.axis :]), dim)
 
     def micro_batch_type(self, type_: Any, nd: Any) -> Any:

@@ -25,7 +25,7 @@ def cut_for_readers(state: AxisPropagation) -> None:
         if node not in state.chosen or len(state.found[node]) != 1 or (want := _wanted(state, node)) is None:
             continue
         way = _in_pieces(state, node, want)
-        if way is not None and (way.cost < _wire(state, node, want) or state.sbp(node) is B):
+        if way is not None and (way.cost < state.price(node, want) or state.sbp(node) is B):
             for changed, signature in way.changes:
                 state.found[changed], state.chosen[changed] = signature.outputs, signature
 
@@ -56,10 +56,6 @@ def _is_wide_gradient(node: fx.Node) -> bool:
     return value.tensor_type(source).dtype.itemsize < value.tensor_type(node).dtype.itemsize
 
 
-def _wire(state: AxisPropagation, node: fx.Node, want: Sbp) -> float:
-    return state.costs.box(state.sbp(node), want, state.nbytes(node), state.axis)
-
-
 def _in_pieces(state: AxisPropagation, node: fx.Node, want: Sbp) -> _Way | None:
     """The cheapest way to make ``node`` as ``want`` from operands that are only cut, or reduced and scattered."""
     best: _Way | None = None
@@ -86,13 +82,13 @@ def _operand(state: AxisPropagation, reader: fx.Node, node: fx.Node, want: Sbp) 
     if have is want or (have is B and want.is_split):
         return _Way(0.0, ())
     if have.is_split and want is B and not state.is_data:
-        return _Way(_wire(state, node, B), ())
+        return _Way(state.price(node, B), ())
     if not have.is_partial or not want.is_split:
         return None
     others = [user for user in node.users if user is not reader]
     if any(want in state.wants(user, node) for user in others):
         return _Way(0.0, ())  # it is boxed so for another reader
-    here = _Way(_wire(state, node, want), ())
+    here = _Way(state.price(node, want), ())
     if others or node not in state.chosen or len(state.found[node]) != 1 or state.pinned(node) is not None:
         return here
     further = _in_pieces(state, node, want)

@@ -134,6 +134,10 @@ class AxisPropagation:
         others = (axis for axis in self.axes if axis is not self and axis.sbp(node).is_split)
         return value.tensor_type(node).nbytes / prod(axis.ranks for axis in others)
 
+    def price(self, node: fx.Node, want: Sbp) -> float:
+        """The price of boxing a value to another SBP."""
+        return self.costs.box(self.sbp(node), want, self.nbytes(node), self.axis)
+
     def cost(self, reader: fx.Node, node: fx.Node, have: Sbp, want: Sbp) -> float:
         """The price of boxing a value for ``reader`` (``Costs``); what is boxed so for another one is free."""
         key = _moved(node, have, want)

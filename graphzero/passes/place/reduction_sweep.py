@@ -127,7 +127,7 @@ def _add_reader(
     rather = 1 - 1e-7 * value.has_role(node, "gradient")  # between equals it is the gradient that is reduced
 
     def wire(sbp: Sbp) -> float:
-        return rather * state.costs.box(state.sbp(node), sbp, state.nbytes(node), state.axis)
+        return rather * state.price(node, sbp)
 
     if want.is_partial:
         if carrier is None:

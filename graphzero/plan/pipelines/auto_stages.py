@@ -69,7 +69,8 @@ def choose_stages(
         draft = _draft(graph, options, own, units)
         if device is not None:
             costs = _unit_seconds(draft, units, device)
-        nbytes = _sum_by_unit(draft, units, _state_bytes(draft))
+        states = (span for span in draft.spans() if span.category in SHARED)
+        nbytes = _sum_by_unit(draft, units, ((span.storage[0], float(span.nbytes)) for span in states))
     limit = inf if request.nbytes is None else request.nbytes / -(-count // request.members)
     stages = choose_cuts(costs, count, pinned, nbytes, limit)
     if stages is None:
@@ -135,11 +136,6 @@ def _unit_seconds(draft: Liveness, units: StageUnits, device: Device) -> list[fl
         ]
         sums.append(_sum_by_unit(draft, units, seconds))
     return [max(both) if device.overlaps else sum(both) for both in zip(*sums, strict=True)]
-
-
-def _state_bytes(draft: Liveness) -> Iterator[tuple[fx.Node, float]]:
-    """The bytes that a rank holds of parameters, their gradients and states."""
-    return ((span.storage[0], float(span.nbytes)) for span in draft.spans() if span.category in SHARED)
 
 
 def _describe(units: StageUnits, stages: Sequence[int], costs: Sequence[float], device: Device | None) -> str:

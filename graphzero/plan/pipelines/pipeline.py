@@ -125,7 +125,8 @@ def with_seconds(candidate: Candidate, device: Device) -> Candidate:
 
 def plan_of_pipeline(graph: StepGraph, pipeline: PipelineProgram, links: Links = ()) -> Plan:
     """The plan of a program of pipeline stages: of its fullest rank, with the memory of each member of ``pp``."""
-    members, timeline = PipelineMemory(pipeline).list_members(), simulate_schedule(pipeline.schedule)
+    memory, timeline = PipelineMemory(pipeline), simulate_schedule(pipeline.schedule)
+    members = [memory.plan_member(member) for member in range(pipeline.schedule.ranks)]
     fullest = max(range(len(members)), key=lambda i: members[i].memory.peak)
     plans = [plan_of(part.graph, links=links) for part in pipeline.parts.parts]
     calls = [plans[call.part] for call in pipeline.calls_on(fullest)]

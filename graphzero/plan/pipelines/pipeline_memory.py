@@ -100,10 +100,6 @@ class PipelineMemory:
             if members is None or pipeline.member_of(part.key.stage) in members
         }
 
-    def list_members(self) -> list[PipelineMember]:
-        """The members of ``pp``, in order."""
-        return [self.plan_member(member) for member in range(self.pipeline.schedule.ranks)]
-
     def walk_calls(self, member: int) -> Iterator[tuple[PartCall, dict[str, Bytes], int]]:
         """Of each call of a member, in order: bytes by category over its part, and those in flight behind it."""
         pipeline, calls = self.pipeline, self.pipeline.calls_on(member)

@@ -60,14 +60,10 @@ class StageUnits:
         """Of each op of forward the unit that computes it: that of its module, or the last of what it reads."""
         marks, units = StageMarks(self.marks), dict[fx.Node, int | None]()
         for node in _forward_ops(self.graph):
-            marked, read = marks.stage_of(value.module_of(node)), self._last_read(units, node)
-            units[node] = max((unit for unit in (marked, read) if unit is not None), default=None)
+            read = [units.get(x) for x in node.all_input_nodes if x not in self.params_of]  # those may be moved
+            several = (marks.stage_of(value.module_of(node)), *read)
+            units[node] = max((unit for unit in several if unit is not None), default=None)
         return units
-
-    def _last_read(self, units: dict[fx.Node, int | None], node: fx.Node) -> int | None:
-        """The last unit of what an op reads, but for what is made of parameters alone, which may be moved."""
-        read = (units.get(x) for x in node.all_input_nodes if x not in self.params_of)
-        return max((unit for unit in read if unit is not None), default=None)
 
     @cached_property
     def params_of(self) -> dict[fx.Node, frozenset[fx.Node]]:
