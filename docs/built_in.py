@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ INTRODUCTION = """
 In the order in which they run, each with its effect on a small program. `python docs/built_in.py` writes this
 section from their docstrings; do not edit it.
 """
-EVERY = 1000  # lines around a difference
 
 
 def section() -> str:
@@ -39,16 +37,7 @@ def _passes() -> Iterator[str]:
         yield f"`{contract.example.passes}`, on a {entry.level} program. {_code(contract.summary)}\n"
         yield f"* Requires: {_code(contract.requires)}"
         yield f"* Ensures: {_code(contract.ensures)}\n"
-        yield f"```diff\n{_difference(contract.example.before, contract.example.after)}\n```\n"
-
-
-def _difference(before: str, after: str) -> str:
-    """Both programs in one, without the spaces that line their columns up."""
-    from graphzero.ir.text.parser import parse
-    from graphzero.ir.text.printer import print_graph
-
-    old, new = (print_graph(parse(text), align=False).splitlines() for text in (before, after))
-    return "\n".join(line.rstrip() for line in [*difflib.unified_diff(old, new, lineterm="", n=EVERY)][3:])
+        yield f"```diff\n{contract.example.difference}\n```\n"
 
 
 def _code(text: str) -> str:

@@ -7,13 +7,14 @@
 
         zero{stage=2}
 
-        graph step(dp=2)
-          ...
-        ->
-        graph step(dp=2)
-          ...
+         graph step(dp=2) captured
+           w = param() : f32[4, 4]  B!
+        -  m = state(w, m) : f32[4, 4]  B!
+        +  m = state(w, m) : f32[4, 4]  S(0)!
+           ...
 
-The example is a line of passes, and the program before and after it, each as ``print_graph`` writes it.
+The example is a line of passes, and the program before and after it: ``print_graph`` writes both without alignment, and
+a line stands behind ``-`` if only the first one has it, behind ``+`` if only the second one.
 """
 
 from __future__ import annotations
@@ -24,19 +25,28 @@ import textwrap
 from dataclasses import dataclass
 
 HEAD = "\nExample::\n"
-ARROW = "\n->\n"
 
 
 @dataclass(frozen=True)
 class Example:
-    """passes: a line of passes.  before, after: programs, without a newline at the end."""
+    """passes: a line of passes.  difference: of the programs before and after."""
 
     passes: str
-    before: str
-    after: str
+    difference: str
+
+    @property
+    def before(self) -> str:
+        return self._without("+")
+
+    @property
+    def after(self) -> str:
+        return self._without("-")
+
+    def _without(self, sign: str) -> str:
+        return "\n".join(line[1:] for line in self.difference.split("\n") if not line.startswith(sign))
 
     def __str__(self) -> str:
-        return f"{self.passes}\n\n{self.before}{ARROW}{self.after}"
+        return f"{self.passes}\n\n{self.difference}"
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,5 @@ def _said(text: str, word: str) -> str:
 
 
 def _example(shown: str) -> Example | None:
-    passes, _, programs = textwrap.dedent(shown).strip().partition("\n\n")
-    before, arrow, after = programs.partition(ARROW)
-    return Example(passes, before.strip(), after) if arrow else None
+    passes, _, difference = textwrap.dedent(shown).strip().partition("\n\n")
+    return Example(passes, difference) if difference else None

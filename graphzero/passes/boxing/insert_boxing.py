@@ -39,26 +39,18 @@ class InsertBoxing(BuiltinPass):
 
         insert_boxing
 
-        graph sums(dp=2) propagated
-          x = batch()                 : f32[8, 4]  S(0)!
-          w = param()                 : f32[4, 2]  B!
-        forward:
-          u = use(w)                  : f32[4, 2]  B!
-          y = mm(x, u)                : f32[8, 2]  S(0)
-          s = sum.dim_IntList(y, [0]) : f32[2]     P
-          r = relu(s)                 : f32[2]     B
-          return y, r
-        ->
-        graph sums(dp=2) boxed
-          x   = batch()                 : f32[8, 4]  S(0)!
-          w   = param()                 : f32[4, 2]  B!
-        forward:
-          u   = use(w)                  : f32[4, 2]  B!
-          y   = mm(x, u)                : f32[8, 2]  S(0)
-          s   = sum.dim_IntList(y, [0]) : f32[2]     P
-          s_b = box(s)                  : f32[2]     B
-          r   = relu(s_b)               : f32[2]     B
-          return y, r
+        -graph sums(dp=2) propagated
+        +graph sums(dp=2) boxed
+           x = batch() : f32[8, 4]  S(0)!
+           w = param() : f32[4, 2]  B!
+         forward:
+           u = use(w) : f32[4, 2]  B!
+           y = mm(x, u) : f32[8, 2]  S(0)
+           s = sum.dim_IntList(y, [0]) : f32[2]  P
+        -  r = relu(s) : f32[2]  B
+        +  s_b = box(s) : f32[2]  B
+        +  r = relu(s_b) : f32[2]  B
+           return y, r
     """
 
     links: Links = field(default=(), repr=False)

@@ -45,17 +45,13 @@ class Localize(BuiltinPass):
 
         localize
 
-        graph rows(dp=2) lowered
-          x = batch()       : f32[8, 4]  S(0)
-        forward:
-          y = view(x, [32]) : f32[32]    S(0)
-          return y
-        ->
-        graph rows(dp=2) local
-          x = batch()          : f32[8, 4]  S(0)
-        forward:
-          y = view(x, [32/dp]) : f32[32]    S(0)
-          return y
+        -graph rows(dp=2) lowered
+        +graph rows(dp=2) local
+           x = batch() : f32[8, 4]  S(0)
+         forward:
+        -  y = view(x, [32]) : f32[32]  S(0)
+        +  y = view(x, [32/dp]) : f32[32]  S(0)
+           return y
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

@@ -56,26 +56,19 @@ class LowerBoxing(BuiltinPass):
 
         lower_boxing
 
-        graph sums(dp=2) boxed
-          x   = batch()                 : f32[8, 4]  S(0)!
-          w   = param()                 : f32[4, 2]  B!
-        forward:
-          u   = use(w)                  : f32[4, 2]  B!
-          y   = mm(x, u)                : f32[8, 2]  S(0)
-          s   = sum.dim_IntList(y, [0]) : f32[2]     P
-          s_b = box(s)                  : f32[2]     B
-          r   = relu(s_b)               : f32[2]     B
-          return y, r
-        ->
-        graph sums(dp=2) lowered
-          x   = batch()                    : f32[8, 4]  S(0)!
-          w   = param()                    : f32[4, 2]  B!
-        forward:
-          y   = mm(x, w)                   : f32[8, 2]  S(0)
-          s   = sum.dim_IntList(y, [0])    : f32[2]     P
-          s_b = all_reduce(s, 'dp', 'sum') : f32[2]     B
-          r   = relu(s_b)                  : f32[2]     B
-          return y, r
+        -graph sums(dp=2) boxed
+        +graph sums(dp=2) lowered
+           x = batch() : f32[8, 4]  S(0)!
+           w = param() : f32[4, 2]  B!
+         forward:
+        -  u = use(w) : f32[4, 2]  B!
+        -  y = mm(x, u) : f32[8, 2]  S(0)
+        +  y = mm(x, w) : f32[8, 2]  S(0)
+           s = sum.dim_IntList(y, [0]) : f32[2]  P
+        -  s_b = box(s) : f32[2]  B
+        +  s_b = all_reduce(s, 'dp', 'sum') : f32[2]  B
+           r = relu(s_b) : f32[2]  B
+           return y, r
     """
 
     links: Links = field(default=(), repr=False)

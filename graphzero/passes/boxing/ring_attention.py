@@ -48,31 +48,25 @@ class RingAttention(BuiltinPass):
 
         ring_attention
 
-        graph layer(cp=2) lowered
-          q      = batch()                                     : f32[1, 4, 8, 2]   S(2)
-          k      = batch()                                     : f32[1, 4, 8, 2]   S(2)
-          v      = batch()                                     : f32[1, 4, 8, 2]   S(2)
-        forward:
-          keys   = all_gather(k, 2, 'cp')                      : f32[1, 4, 8, 2]   B
-          values = all_gather(v, 2, 'cp')                      : f32[1, 4, 8, 2]   B
-          pair   = attention(q, keys, values, None, True, 0.5) : (f32[1, 4, 8, 2]  S(2), f32[1, 4, 8]  S(2))
-          y      = pair[0]                                     : f32[1, 4, 8, 2]   S(2)
-          return y
-        ->
-        graph layer(cp=2) lowered
-          q         = batch()                                                  : f32[1, 4, 8, 2]   S(2)
-          k         = batch()                                                  : f32[1, 4, 8, 2]   S(2)
-          v         = batch()                                                  : f32[1, 4, 8, 2]   S(2)
-        forward:
-          shift     = shift(k, 2, 'cp')                                        : f32[1, 4, 8, 2]   S(2)
-          shift_1   = shift(v, 2, 'cp')                                        : f32[1, 4, 8, 2]   S(2)
-          pair_1    = attention_block(q, k, v, None, True, 0.5, None, 0.0, 2, 1, 0) : (f32[1, 4, 8, 2]  S(2), f32[1, 4, 8]  S(2))
-          getitem   = pair_1[0]                                                : f32[1, 4, 8, 2]   S(2)
-          getitem_1 = pair_1[1]                                                : f32[1, 4, 8]      S(2)
-          pair_2    = attention_block(q, shift, shift_1, None, True, 0.5, None, 0.0, 2, 1, 1, getitem, getitem_1) : (f32[1, 4, 8, 2]  S(2), f32[1, 4, 8]  S(2))
-          getitem_2 = pair_2[0]                                                : f32[1, 4, 8, 2]   S(2)
-          getitem_3 = pair_2[1]                                                : f32[1, 4, 8]      S(2)
-          return getitem_2
+         graph layer(cp=2) lowered
+           q = batch() : f32[1, 4, 8, 2]  S(2)
+           k = batch() : f32[1, 4, 8, 2]  S(2)
+           v = batch() : f32[1, 4, 8, 2]  S(2)
+         forward:
+        -  keys = all_gather(k, 2, 'cp') : f32[1, 4, 8, 2]  B
+        -  values = all_gather(v, 2, 'cp') : f32[1, 4, 8, 2]  B
+        -  pair = attention(q, keys, values, None, True, 0.5) : (f32[1, 4, 8, 2]  S(2), f32[1, 4, 8]  S(2))
+        -  y = pair[0] : f32[1, 4, 8, 2]  S(2)
+        -  return y
+        +  shift = shift(k, 2, 'cp') : f32[1, 4, 8, 2]  S(2)
+        +  shift_1 = shift(v, 2, 'cp') : f32[1, 4, 8, 2]  S(2)
+        +  pair_1 = attention_block(q, k, v, None, True, 0.5, None, 0.0, 2, 1, 0) : (f32[1, 4, 8, 2]  S(2), f32[1, 4, 8]  S(2))
+        +  getitem = pair_1[0] : f32[1, 4, 8, 2]  S(2)
+        +  getitem_1 = pair_1[1] : f32[1, 4, 8]  S(2)
+        +  pair_2 = attention_block(q, shift, shift_1, None, True, 0.5, None, 0.0, 2, 1, 1, getitem, getitem_1) : (f32[1, 4, 8, 2]  S(2), f32[1, 4, 8]  S(2))
+        +  getitem_2 = pair_2[0] : f32[1, 4, 8, 2]  S(2)
+        +  getitem_3 = pair_2[1] : f32[1, 4, 8]  S(2)
+        +  return getitem_2
     """  # noqa: E501
 
     split_attention: str = RING

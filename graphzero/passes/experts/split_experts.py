@@ -37,45 +37,34 @@ class SplitExperts(BuiltinPass):
 
         split_experts
 
-        graph experts(ep=2) captured
-          x    = batch()                         : f32[6, 4]     B!
-          k    = batch()                         : f32[6]        B!
-          w    = param()                         : f32[4, 4, 4]  S(0)!
-        forward:
-          u    = use(w)                          : f32[4, 4, 4]  S(0)!
-          n    = histc(k, 4, -99, 99)            : f32[4]
-          ends = cumsum(n, 0, dtype=torch.int32) : i32[4]
-          y    = grouped_mm(x, u, ends)          : f32[6, 4]
-          r    = relu(y)                         : f32[6, 4]
-          s    = sum.dim_IntList(r, [0])         : f32[4]
-          return s
-        ->
-        graph experts(ep=2) captured
-          x               = batch()                                              : f32[6, 4]     B!
-          k               = batch()                                              : f32[6]        B!
-          w               = param()                                              : f32[4, 4, 4]  S(0)!
-        forward:
-          u               = use(w)                                               : f32[4, 4, 4]  S(0)!
-          n               = histc(k, 4, -99, 99)                                 : f32[4]
-          ends            = cumsum(n, 0, dtype=torch.int32)                      : i32[4]
-          as_local        = as_local(x, ['B'], [6, 4])                           : f32[6, 4]
-          as_local_1      = as_local(u, ['S(0)'], [2, 4, 4])                     : f32[2, 4, 4]
-          as_local_2      = as_local(ends, ['S(0)'], [2])                        : i32[2]
-          constant_pad_nd = constant_pad_nd(ends, [1, -1], 0)                    : i32[4]
-          as_local_3      = as_local(constant_pad_nd, ['S(0)'], [2])             : i32[2]
-          select          = select.int(as_local_3, 0, 0)                         : i32[]
-          y               = grouped_mm(as_local, as_local_1, as_local_2, select) : f32[6, 4]
-          r               = relu(y)                                              : f32[6, 4]
-          arange          = arange(6, dtype=torch.int32)                         : i32[6]
-          select_1        = select.int(as_local_2, 0, -1)                        : i32[]
-          lt              = lt(arange, select)                                   : bool[6]
-          ge              = ge(arange, select_1)                                 : bool[6]
-          logical_or      = logical_or(lt, ge)                                   : bool[6]
-          view            = view(logical_or, [6, 1])                             : bool[6, 1]
-          masked_fill     = masked_fill.Scalar(r, view, 0)                       : f32[6, 4]
-          as_global       = as_global(masked_fill, ['P'], [6, 4])                : f32[6, 4]
-          s               = sum.dim_IntList(as_global, [0])                      : f32[4]
-          return s
+         graph experts(ep=2) captured
+           x = batch() : f32[6, 4]  B!
+           k = batch() : f32[6]  B!
+           w = param() : f32[4, 4, 4]  S(0)!
+         forward:
+           u = use(w) : f32[4, 4, 4]  S(0)!
+           n = histc(k, 4, -99, 99) : f32[4]
+           ends = cumsum(n, 0, dtype=torch.int32) : i32[4]
+        -  y = grouped_mm(x, u, ends) : f32[6, 4]
+        +  as_local = as_local(x, ['B'], [6, 4]) : f32[6, 4]
+        +  as_local_1 = as_local(u, ['S(0)'], [2, 4, 4]) : f32[2, 4, 4]
+        +  as_local_2 = as_local(ends, ['S(0)'], [2]) : i32[2]
+        +  constant_pad_nd = constant_pad_nd(ends, [1, -1], 0) : i32[4]
+        +  as_local_3 = as_local(constant_pad_nd, ['S(0)'], [2]) : i32[2]
+        +  select = select.int(as_local_3, 0, 0) : i32[]
+        +  y = grouped_mm(as_local, as_local_1, as_local_2, select) : f32[6, 4]
+           r = relu(y) : f32[6, 4]
+        -  s = sum.dim_IntList(r, [0]) : f32[4]
+        +  arange = arange(6, dtype=torch.int32) : i32[6]
+        +  select_1 = select.int(as_local_2, 0, -1) : i32[]
+        +  lt = lt(arange, select) : bool[6]
+        +  ge = ge(arange, select_1) : bool[6]
+        +  logical_or = logical_or(lt, ge) : bool[6]
+        +  view = view(logical_or, [6, 1]) : bool[6, 1]
+        +  masked_fill = masked_fill.Scalar(r, view, 0) : f32[6, 4]
+        +  as_global = as_global(masked_fill, ['P'], [6, 4]) : f32[6, 4]
+        +  s = sum.dim_IntList(as_global, [0]) : f32[4]
+           return s
     """
 
     links: Links = field(default=(), repr=False)

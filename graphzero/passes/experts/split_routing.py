@@ -47,50 +47,40 @@ class SplitRouting(BuiltinPass):
 
         split_routing
 
-        graph experts(dp=2) captured
-          x    = batch()                             : f32[6, 4]         S(0)!
-          r    = batch()                             : f32[6, 3]         S(0)!
-          w    = param()                             : f32[3, 4, 4]      B!
-        forward:
-          u    = use(w)                              : f32[3, 4, 4]      B!
-          k    = argmax(r, 1)                        : i64[6]
-          s    = sort.default(k)                     : (i64[6], i64[6])
-          keys = s[0]                                : i64[6]
-          o    = s[1]                                : i64[6]
-          f    = _to_copy(keys, dtype=torch.float32) : f32[6]
-          n    = histc(f, 3, 0, 2)                   : f32[3]
-          ends = cumsum(n, 0, dtype=torch.int32)     : i32[3]
-          rows = index(x, [o])                       : f32[6, 4]
-          y    = grouped_mm(rows, u, ends)           : f32[6, 4]
-          z    = relu(y)                             : f32[6, 4]
-          zero = zeros([6, 4])                       : f32[6, 4]
-          back = index_put(zero, [o], z, True)       : f32[6, 4]
-          return back
-        ->
-        graph experts(dp=2) captured
-          x          = batch()                                : f32[6, 4]         S(0)!
-          r          = batch()                                : f32[6, 3]         S(0)!
-          w          = param()                                : f32[3, 4, 4]      B!
-        forward:
-          u          = use(w)                                 : f32[3, 4, 4]      B!
-          k          = argmax(r, 1)                           : i64[6]
-          as_local   = as_local(k, ['S(0)'], [3])             : i64[3]
-          s          = sort.default(as_local)                 : (i64[3], i64[3])
-          keys       = s[0]                                   : i64[3]
-          o          = s[1]                                   : i64[3]
-          f          = _to_copy(keys, dtype=torch.float32)    : f32[3]
-          n_own      = histc(f, 3, 0, 2)                      : f32[3]
-          ends_own   = cumsum(n_own, 0, dtype=torch.int32)    : i32[3]
-          as_local_1 = as_local(x, ['S(0)'], [3, 4])          : f32[3, 4]
-          rows       = index(as_local_1, [o])                 : f32[3, 4]
-          as_local_2 = as_local(u, ['B'], [3, 4, 4])          : f32[3, 4, 4]
-          y          = grouped_mm(rows, as_local_2, ends_own) : f32[3, 4]
-          z          = relu(y)                                : f32[3, 4]
-          zero       = zeros([6, 4])                          : f32[6, 4]
-          as_local_3 = as_local(zero, ['S(0)'], [3, 4])       : f32[3, 4]
-          back_own   = index_put(as_local_3, [o], z, True)    : f32[3, 4]
-          back       = as_global(back_own, ['S(0)'], [6, 4])  : f32[6, 4]
-          return back
+         graph experts(dp=2) captured
+           x = batch() : f32[6, 4]  S(0)!
+           r = batch() : f32[6, 3]  S(0)!
+           w = param() : f32[3, 4, 4]  B!
+         forward:
+           u = use(w) : f32[3, 4, 4]  B!
+           k = argmax(r, 1) : i64[6]
+        -  s = sort.default(k) : (i64[6], i64[6])
+        -  keys = s[0] : i64[6]
+        -  o = s[1] : i64[6]
+        -  f = _to_copy(keys, dtype=torch.float32) : f32[6]
+        -  n = histc(f, 3, 0, 2) : f32[3]
+        -  ends = cumsum(n, 0, dtype=torch.int32) : i32[3]
+        -  rows = index(x, [o]) : f32[6, 4]
+        -  y = grouped_mm(rows, u, ends) : f32[6, 4]
+        -  z = relu(y) : f32[6, 4]
+        +  as_local = as_local(k, ['S(0)'], [3]) : i64[3]
+        +  s = sort.default(as_local) : (i64[3], i64[3])
+        +  keys = s[0] : i64[3]
+        +  o = s[1] : i64[3]
+        +  f = _to_copy(keys, dtype=torch.float32) : f32[3]
+        +  n_own = histc(f, 3, 0, 2) : f32[3]
+        +  ends_own = cumsum(n_own, 0, dtype=torch.int32) : i32[3]
+        +  as_local_1 = as_local(x, ['S(0)'], [3, 4]) : f32[3, 4]
+        +  rows = index(as_local_1, [o]) : f32[3, 4]
+        +  as_local_2 = as_local(u, ['B'], [3, 4, 4]) : f32[3, 4, 4]
+        +  y = grouped_mm(rows, as_local_2, ends_own) : f32[3, 4]
+        +  z = relu(y) : f32[3, 4]
+           zero = zeros([6, 4]) : f32[6, 4]
+        -  back = index_put(zero, [o], z, True) : f32[6, 4]
+        +  as_local_3 = as_local(zero, ['S(0)'], [3, 4]) : f32[3, 4]
+        +  back_own = index_put(as_local_3, [o], z, True) : f32[3, 4]
+        +  back = as_global(back_own, ['S(0)'], [6, 4]) : f32[6, 4]
+           return back
     """
 
     split_experts: str = AUTO_WAY

@@ -29,37 +29,24 @@ class FuseAccumulate(BuiltinPass):
 
         fuse_accumulate
 
-        graph sums(dp=2) local
-          x = batch()                            : f32[8, 4]  S(0)
-          y = batch()                            : f32[8, 2]  S(0)
-        forward:
-          a = accumulator([4, 2], torch.float32) : f32[4, 2]  P
-        backward x2:
-          i = micro_batch(3)                     : int
-          t = t(x)                               : f32[4, 8]  S(1)
-          g = mm(t, y)                           : f32[4, 2]  P
-          b = accumulate(a, g, i, 3, 'sum')      : f32[4, 2]  P
-        backward:
-          u = t(x)                               : f32[4, 8]  S(1)
-          h = mm(u, y)                           : f32[4, 2]  P
-          c = accumulate(b, h, 2, 3, 'sum')      : f32[4, 2]  P
-          r = all_reduce(c, 'dp', 'sum')         : f32[4, 2]  B
-          return r
-        ->
-        graph sums(dp=2) local
-          x = batch()                            : f32[8, 4]  S(0)
-          y = batch()                            : f32[8, 2]  S(0)
-        forward:
-          a = accumulator([4, 2], torch.float32) : f32[4, 2]  P
-        backward x2:
-          i = micro_batch(3)                     : int
-          t = t(x)                               : f32[4, 8]  S(1)
-          b = accumulate_mm(a, t, y, i, 3)       : f32[4, 2]  P
-        backward:
-          u = t(x)                               : f32[4, 8]  S(1)
-          c = accumulate_mm(b, u, y, 2, 3)       : f32[4, 2]  P
-          r = all_reduce(c, 'dp', 'sum')         : f32[4, 2]  B
-          return r
+         graph sums(dp=2) local
+           x = batch() : f32[8, 4]  S(0)
+           y = batch() : f32[8, 2]  S(0)
+         forward:
+           a = accumulator([4, 2], torch.float32) : f32[4, 2]  P
+         backward x2:
+           i = micro_batch(3) : int
+           t = t(x) : f32[4, 8]  S(1)
+        -  g = mm(t, y) : f32[4, 2]  P
+        -  b = accumulate(a, g, i, 3, 'sum') : f32[4, 2]  P
+        +  b = accumulate_mm(a, t, y, i, 3) : f32[4, 2]  P
+         backward:
+           u = t(x) : f32[4, 8]  S(1)
+        -  h = mm(u, y) : f32[4, 2]  P
+        -  c = accumulate(b, h, 2, 3, 'sum') : f32[4, 2]  P
+        +  c = accumulate_mm(b, u, y, 2, 3) : f32[4, 2]  P
+           r = all_reduce(c, 'dp', 'sum') : f32[4, 2]  B
+           return r
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

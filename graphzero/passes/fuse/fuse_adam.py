@@ -82,55 +82,43 @@ class FuseAdam(BuiltinPass):
 
         fuse_adam
 
-        graph adam(dp=2) local
-          w     = param()                    : f32[8]  B
-          g     = batch()                    : f32[8]  B
-          m     = state(w, m)                : f32[8]  B
-          v     = state(w, v)                : f32[8]  B
-          n     = state(w, n)                : f64[]   B
-          lr    = hyper(o, lr)               : float
-          beta1 = hyper(o, beta1)            : float
-          beta2 = hyper(o, beta2)            : float
-          eps   = hyper(o, eps)              : float
-        update:
-          k1    = operator.sub(1.0, beta1)   : float
-          m1    = lerp.Scalar(m, g, k1)      : f32[8]  B
-          d     = mul(v, beta2)              : f32[8]  B
-          k2    = operator.sub(1.0, beta2)   : float
-          v1    = addcmul(d, g, g, value=k2) : f32[8]  B
-          p1    = pow.Scalar(beta1, n)       : f64[]   B
-          b1    = rsub.Scalar(p1, 1)         : f64[]   B
-          p2    = pow.Scalar(beta2, n)       : f64[]   B
-          b2    = rsub.Scalar(p2, 1)         : f64[]   B
-          i1    = reciprocal(b1)             : f64[]   B
-          s1    = mul(i1, lr)                : f64[]   B
-          s2    = neg(s1)                    : f64[]   B
-          r2    = sqrt(b2)                   : f64[]   B
-          r     = sqrt(v1)                   : f32[8]  B
-          s3    = mul(r2, s2)                : f64[]   B
-          q     = div(r, s3)                 : f32[8]  B
-          i2    = reciprocal(s2)             : f64[]   B
-          s4    = mul(i2, eps)               : f64[]   B
-          q1    = add(q, s4)                 : f32[8]  B
-          w1    = addcdiv(w, m1, q1)         : f32[8]  B
-          return update(w=w1, m=m1, v=v1)
-        ->
-        graph adam(dp=2) local
-          w         = param()                                                  : f32[8]            B
-          g         = batch()                                                  : f32[8]            B
-          m         = state(w, m)                                              : f32[8]            B
-          v         = state(w, v)                                              : f32[8]            B
-          n         = state(w, n)                                              : f64[]             B
-          lr        = hyper(o, lr)                                             : float
-          beta1     = hyper(o, beta1)                                          : float
-          beta2     = hyper(o, beta2)                                          : float
-          eps       = hyper(o, eps)                                            : float
-        update:
-          adam      = adam([w], [g], [m], [v], [], [n], lr, beta1, beta2, eps, 0.0) : (f32[8]  B, f32[8]  B, f32[8]  B)
-          getitem   = adam[0]                                                  : f32[8]            B
-          getitem_1 = adam[1]                                                  : f32[8]            B
-          getitem_2 = adam[2]                                                  : f32[8]            B
-          return update(w=getitem, m=getitem_1, v=getitem_2)
+         graph adam(dp=2) local
+           w = param() : f32[8]  B
+           g = batch() : f32[8]  B
+           m = state(w, m) : f32[8]  B
+           v = state(w, v) : f32[8]  B
+           n = state(w, n) : f64[]  B
+           lr = hyper(o, lr) : float
+           beta1 = hyper(o, beta1) : float
+           beta2 = hyper(o, beta2) : float
+           eps = hyper(o, eps) : float
+         update:
+        -  k1 = operator.sub(1.0, beta1) : float
+        -  m1 = lerp.Scalar(m, g, k1) : f32[8]  B
+        -  d = mul(v, beta2) : f32[8]  B
+        -  k2 = operator.sub(1.0, beta2) : float
+        -  v1 = addcmul(d, g, g, value=k2) : f32[8]  B
+        -  p1 = pow.Scalar(beta1, n) : f64[]  B
+        -  b1 = rsub.Scalar(p1, 1) : f64[]  B
+        -  p2 = pow.Scalar(beta2, n) : f64[]  B
+        -  b2 = rsub.Scalar(p2, 1) : f64[]  B
+        -  i1 = reciprocal(b1) : f64[]  B
+        -  s1 = mul(i1, lr) : f64[]  B
+        -  s2 = neg(s1) : f64[]  B
+        -  r2 = sqrt(b2) : f64[]  B
+        -  r = sqrt(v1) : f32[8]  B
+        -  s3 = mul(r2, s2) : f64[]  B
+        -  q = div(r, s3) : f32[8]  B
+        -  i2 = reciprocal(s2) : f64[]  B
+        -  s4 = mul(i2, eps) : f64[]  B
+        -  q1 = add(q, s4) : f32[8]  B
+        -  w1 = addcdiv(w, m1, q1) : f32[8]  B
+        -  return update(w=w1, m=m1, v=v1)
+        +  adam = adam([w], [g], [m], [v], [], [n], lr, beta1, beta2, eps, 0.0) : (f32[8]  B, f32[8]  B, f32[8]  B)
+        +  getitem = adam[0] : f32[8]  B
+        +  getitem_1 = adam[1] : f32[8]  B
+        +  getitem_2 = adam[2] : f32[8]  B
+        +  return update(w=getitem, m=getitem_1, v=getitem_2)
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

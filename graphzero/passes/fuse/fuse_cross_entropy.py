@@ -33,26 +33,18 @@ class FuseCrossEntropy(BuiltinPass):
 
         fuse_cross_entropy
 
-        graph loss(dp=2) local
-          z  = batch()                                              : f32[8, 5]  S(0)
-          y  = batch()                                              : i64[8]     S(0)
-          g  = batch()                                              : f32[]      B
-          n  = batch()                                              : f32[]      B
-        backward:
-          lp = _log_softmax(z, 1, False)                            : f32[8, 5]  S(0)
-          dl = nll_loss_backward(g, lp, y, None, 2, -100, n)        : f32[8, 5]  S(0)
-          dz = _log_softmax_backward_data(dl, lp, 1, torch.float32) : f32[8, 5]  S(0)
-          return dz
-        ->
-        graph loss(dp=2) local
-          z                      = batch()                                            : f32[8, 5]  S(0)
-          y                      = batch()                                            : i64[8]     S(0)
-          g                      = batch()                                            : f32[]      B
-          n                      = batch()                                            : f32[]      B
-        backward:
-          lp                     = _log_softmax(z, 1, False)                          : f32[8, 5]  S(0)
-          cross_entropy_backward = cross_entropy_backward(g, lp, y, None, 2, -100, n) : f32[8, 5]  S(0)
-          return cross_entropy_backward
+         graph loss(dp=2) local
+           z = batch() : f32[8, 5]  S(0)
+           y = batch() : i64[8]  S(0)
+           g = batch() : f32[]  B
+           n = batch() : f32[]  B
+         backward:
+           lp = _log_softmax(z, 1, False) : f32[8, 5]  S(0)
+        -  dl = nll_loss_backward(g, lp, y, None, 2, -100, n) : f32[8, 5]  S(0)
+        -  dz = _log_softmax_backward_data(dl, lp, 1, torch.float32) : f32[8, 5]  S(0)
+        -  return dz
+        +  cross_entropy_backward = cross_entropy_backward(g, lp, y, None, 2, -100, n) : f32[8, 5]  S(0)
+        +  return cross_entropy_backward
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

@@ -74,21 +74,16 @@ class FusePieces(BuiltinPass):
 
         fuse_pieces
 
-        graph pieces(dp=2) local
-          a = batch()                             : f32[8]     S(0)
-          b = batch()                             : f32[8]     S(0)
-        backward:
-          x = select_backward(a, [2, 8/dp], 0, 0) : f32[2, 8]  S(1)
-          y = select_backward(b, [2, 8/dp], 0, 1) : f32[2, 8]  S(1)
-          g = add(x, y)                           : f32[2, 8]  S(1)
-          return g
-        ->
-        graph pieces(dp=2) local
-          a     = batch()          : f32[8]     S(0)
-          b     = batch()          : f32[8]     S(0)
-        backward:
-          stack = stack([a, b], 0) : f32[2, 8]  S(1)
-          return stack
+         graph pieces(dp=2) local
+           a = batch() : f32[8]  S(0)
+           b = batch() : f32[8]  S(0)
+         backward:
+        -  x = select_backward(a, [2, 8/dp], 0, 0) : f32[2, 8]  S(1)
+        -  y = select_backward(b, [2, 8/dp], 0, 1) : f32[2, 8]  S(1)
+        -  g = add(x, y) : f32[2, 8]  S(1)
+        -  return g
+        +  stack = stack([a, b], 0) : f32[2, 8]  S(1)
+        +  return stack
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

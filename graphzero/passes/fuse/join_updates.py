@@ -43,46 +43,32 @@ class JoinUpdates(BuiltinPass):
 
         join_updates
 
-        graph step(dp=2) local
-          w  = param()                                                  : f32[4]            B
-          v  = param()                                                  : f32[6]            B
-          wm = state(w, m)                                              : f32[4]            B
-          ws = state(w, s)                                              : f32[4]            B
-          vm = state(v, m)                                              : f32[6]            B
-          vs = state(v, s)                                              : f32[6]            B
-          n  = state(w, n)                                              : f64[]             B
-          g  = batch()                                                  : f32[4]            B
-          h  = batch()                                                  : f32[6]            B
-        update:
-          a  = adam([w], [g], [wm], [ws], [], [n], 0.1, 0.9, 0.99, 1e-08, 0.0, out=[w, wm, ws]) : (f32[4]  B, f32[4]  B, f32[4]  B)
-          a0 = a[0]                                                     : f32[4]            B
-          a1 = a[1]                                                     : f32[4]            B
-          a2 = a[2]                                                     : f32[4]            B
-          b  = adam([v], [h], [vm], [vs], [], [n], 0.1, 0.9, 0.99, 1e-08, 0.0, out=[v, vm, vs]) : (f32[6]  B, f32[6]  B, f32[6]  B)
-          b0 = b[0]                                                     : f32[6]            B
-          b1 = b[1]                                                     : f32[6]            B
-          b2 = b[2]                                                     : f32[6]            B
-          return update(w=a0, wm=a1, ws=a2, v=b0, vm=b1, vs=b2)
-        ->
-        graph step(dp=2) local
-          w  = param()                                                  : f32[4]            B
-          v  = param()                                                  : f32[6]            B
-          wm = state(w, m)                                              : f32[4]            B
-          ws = state(w, s)                                              : f32[4]            B
-          vm = state(v, m)                                              : f32[6]            B
-          vs = state(v, s)                                              : f32[6]            B
-          n  = state(w, n)                                              : f64[]             B
-          g  = batch()                                                  : f32[4]            B
-          h  = batch()                                                  : f32[6]            B
-        update:
-          a  = adam([w, v], [g, h], [wm, vm], [ws, vs], [], [n, n], 0.1, 0.9, 0.99, 1e-08, 0.0, out=[w, v, wm, vm, ws, vs]) : (f32[4]  B, f32[6]  B, f32[4]  B, f32[6]  B, f32[4]  B, f32[6]  B)
-          a0 = a[0]                                                     : f32[4]            B
-          b0 = a[1]                                                     : f32[6]            B
-          a1 = a[2]                                                     : f32[4]            B
-          b1 = a[3]                                                     : f32[6]            B
-          a2 = a[4]                                                     : f32[4]            B
-          b2 = a[5]                                                     : f32[6]            B
-          return update(w=a0, wm=a1, ws=a2, v=b0, vm=b1, vs=b2)
+         graph step(dp=2) local
+           w = param() : f32[4]  B
+           v = param() : f32[6]  B
+           wm = state(w, m) : f32[4]  B
+           ws = state(w, s) : f32[4]  B
+           vm = state(v, m) : f32[6]  B
+           vs = state(v, s) : f32[6]  B
+           n = state(w, n) : f64[]  B
+           g = batch() : f32[4]  B
+           h = batch() : f32[6]  B
+         update:
+        -  a = adam([w], [g], [wm], [ws], [], [n], 0.1, 0.9, 0.99, 1e-08, 0.0, out=[w, wm, ws]) : (f32[4]  B, f32[4]  B, f32[4]  B)
+        +  a = adam([w, v], [g, h], [wm, vm], [ws, vs], [], [n, n], 0.1, 0.9, 0.99, 1e-08, 0.0, out=[w, v, wm, vm, ws, vs]) : (f32[4]  B, f32[6]  B, f32[4]  B, f32[6]  B, f32[4]  B, f32[6]  B)
+           a0 = a[0] : f32[4]  B
+        -  a1 = a[1] : f32[4]  B
+        -  a2 = a[2] : f32[4]  B
+        -  b = adam([v], [h], [vm], [vs], [], [n], 0.1, 0.9, 0.99, 1e-08, 0.0, out=[v, vm, vs]) : (f32[6]  B, f32[6]  B, f32[6]  B)
+        -  b0 = b[0] : f32[6]  B
+        -  b1 = b[1] : f32[6]  B
+        -  b2 = b[2] : f32[6]  B
+        +  b0 = a[1] : f32[6]  B
+        +  a1 = a[2] : f32[4]  B
+        +  b1 = a[3] : f32[6]  B
+        +  a2 = a[4] : f32[4]  B
+        +  b2 = a[5] : f32[6]  B
+           return update(w=a0, wm=a1, ws=a2, v=b0, vm=b1, vs=b2)
     """  # noqa: E501
 
     def __call__(self, graph: StepGraph) -> StepGraph:

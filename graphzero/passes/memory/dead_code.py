@@ -21,18 +21,12 @@ class DeadCode(BuiltinPass):
 
         dead_code
 
-        graph g(dp=2) local
-          x = batch() : f32[4]  B
-        forward:
-          y = exp(x)  : f32[4]  B
-          z = neg(y)  : f32[4]  B
-          return y
-        ->
-        graph g(dp=2) local
-          x = batch() : f32[4]  B
-        forward:
-          y = exp(x)  : f32[4]  B
-          return y
+         graph g(dp=2) local
+           x = batch() : f32[4]  B
+         forward:
+           y = exp(x) : f32[4]  B
+        -  z = neg(y) : f32[4]  B
+           return y
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

@@ -40,47 +40,27 @@ class DelayGradients(BuiltinPass):
 
         delay_gradients
 
-        graph step(dp=1) local
-          x  = batch()   : f32[16, 8]   B
-          w  = param()   : f32[8, 8]    B
-          h  = param()   : f32[8, 64]   B
-        forward:
-          a  = mm(x, w)  : f32[16, 8]   B
-          b  = mul(a, a) : f32[16, 8]   B
-          c  = mul(b, b) : f32[16, 8]   B
-          y  = mm(c, h)  : f32[16, 64]  B
-        backward:
-          e  = tanh(y)   : f32[16, 64]  B
-          ct = t(c)      : f32[8, 16]   B
-          gh = mm(ct, e) : f32[8, 64]   B  ; gradient(h)
-          ht = t(h)      : f32[64, 8]   B
-          d  = mm(e, ht) : f32[16, 8]   B
-          f  = mul(d, b) : f32[16, 8]   B
-          k  = mul(f, a) : f32[16, 8]   B
-          xt = t(x)      : f32[8, 16]   B
-          gw = mm(xt, k) : f32[8, 8]    B  ; gradient(w)
-          return gh, gw
-        ->
-        graph step(dp=1) local
-          x  = batch()   : f32[16, 8]   B
-          w  = param()   : f32[8, 8]    B
-          h  = param()   : f32[8, 64]   B
-        forward:
-          a  = mm(x, w)  : f32[16, 8]   B
-          b  = mul(a, a) : f32[16, 8]   B
-          c  = mul(b, b) : f32[16, 8]   B
-          y  = mm(c, h)  : f32[16, 64]  B
-        backward:
-          e  = tanh(y)   : f32[16, 64]  B
-          ct = t(c)      : f32[8, 16]   B
-          ht = t(h)      : f32[64, 8]   B
-          d  = mm(e, ht) : f32[16, 8]   B
-          f  = mul(d, b) : f32[16, 8]   B
-          k  = mul(f, a) : f32[16, 8]   B
-          xt = t(x)      : f32[8, 16]   B
-          gw = mm(xt, k) : f32[8, 8]    B  ; gradient(w)
-          gh = mm(ct, e) : f32[8, 64]   B  ; gradient(h)
-          return gh, gw
+         graph step(dp=1) local
+           x = batch() : f32[16, 8]  B
+           w = param() : f32[8, 8]  B
+           h = param() : f32[8, 64]  B
+         forward:
+           a = mm(x, w) : f32[16, 8]  B
+           b = mul(a, a) : f32[16, 8]  B
+           c = mul(b, b) : f32[16, 8]  B
+           y = mm(c, h) : f32[16, 64]  B
+         backward:
+           e = tanh(y) : f32[16, 64]  B
+           ct = t(c) : f32[8, 16]  B
+        -  gh = mm(ct, e) : f32[8, 64]  B  ; gradient(h)
+           ht = t(h) : f32[64, 8]  B
+           d = mm(e, ht) : f32[16, 8]  B
+           f = mul(d, b) : f32[16, 8]  B
+           k = mul(f, a) : f32[16, 8]  B
+           xt = t(x) : f32[8, 16]  B
+           gw = mm(xt, k) : f32[8, 8]  B  ; gradient(w)
+        +  gh = mm(ct, e) : f32[8, 64]  B  ; gradient(h)
+           return gh, gw
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

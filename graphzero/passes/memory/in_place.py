@@ -37,22 +37,17 @@ class InPlace(BuiltinPass):
 
         in_place
 
-        graph step(dp=2) local
-          g  = batch()       : f32[4]  B
-          m  = buffer()      : f32[4]  B
-        update:
-          a  = mul(m, 0.9)   : f32[4]  B
-          m1 = add(a, g)     : f32[4]  B
-          k  = assign(m, m1) : f32[4]  B
-          return update(m=k)
-        ->
-        graph step(dp=2) local
-          g  = batch()            : f32[4]  B
-          m  = buffer()           : f32[4]  B
-        update:
-          a  = mul(m, 0.9, out=m) : f32[4]  B
-          m1 = add(a, g, out=a)   : f32[4]  B
-          return update(m=m1)
+         graph step(dp=2) local
+           g = batch() : f32[4]  B
+           m = buffer() : f32[4]  B
+         update:
+        -  a = mul(m, 0.9) : f32[4]  B
+        -  m1 = add(a, g) : f32[4]  B
+        -  k = assign(m, m1) : f32[4]  B
+        -  return update(m=k)
+        +  a = mul(m, 0.9, out=m) : f32[4]  B
+        +  m1 = add(a, g, out=a) : f32[4]  B
+        +  return update(m=m1)
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

@@ -39,28 +39,18 @@ class KeepGathered(BuiltinPass):
 
         keep_gathered{keep_gathered=(w)}
 
-        graph step(dp=2) local
-          x  = batch()                : f32[8, 4]  S(0)
-          w  = param()                : f32[4, 4]  S(0)
-        forward:
-          wf = all_gather(w, 0, 'dp') : f32[4, 4]  B  ; param(w)
-          y  = mm(x, wf)              : f32[8, 4]  S(0)
-        backward:
-          wb = all_gather(w, 0, 'dp') : f32[4, 4]  B  ; param(w)
-          t  = t(wb)                  : f32[4, 4]  B
-          dx = mm(y, t)               : f32[8, 4]  S(0)
-          return dx
-        ->
-        graph step(dp=2) local
-          x  = batch()                : f32[8, 4]  S(0)
-          w  = param()                : f32[4, 4]  S(0)
-        forward:
-          wf = all_gather(w, 0, 'dp') : f32[4, 4]  B  ; param(w)
-          y  = mm(x, wf)              : f32[8, 4]  S(0)
-        backward:
-          t  = t(wf)                  : f32[4, 4]  B
-          dx = mm(y, t)               : f32[8, 4]  S(0)
-          return dx
+         graph step(dp=2) local
+           x = batch() : f32[8, 4]  S(0)
+           w = param() : f32[4, 4]  S(0)
+         forward:
+           wf = all_gather(w, 0, 'dp') : f32[4, 4]  B  ; param(w)
+           y = mm(x, wf) : f32[8, 4]  S(0)
+         backward:
+        -  wb = all_gather(w, 0, 'dp') : f32[4, 4]  B  ; param(w)
+        -  t = t(wb) : f32[4, 4]  B
+        +  t = t(wf) : f32[4, 4]  B
+           dx = mm(y, t) : f32[8, 4]  S(0)
+           return dx
     """
 
     keep_gathered: tuple[str, ...] = ("*",)

@@ -47,34 +47,21 @@ class Recompute(BuiltinPass):
 
         recompute{recompute=(h)}
 
-        graph step(dp=1) local
-          x  = batch()   : f32[8, 4]  B
-          w  = param()   : f32[4, 4]  B
-        forward:
-          a  = mm(x, w)  : f32[8, 4]  B
-          h  = tanh(a)   : f32[8, 4]  B
-          y  = mm(h, w)  : f32[8, 4]  B
-        backward:
-          e  = sign(y)   : f32[8, 4]  B
-          t  = t(h)      : f32[4, 8]  B
-          gw = mm(t, e)  : f32[4, 4]  B  ; gradient(w)
-          d  = mul(e, a) : f32[8, 4]  B
-          return gw, d
-        ->
-        graph step(dp=1) local
-          x   = batch()   : f32[8, 4]  B
-          w   = param()   : f32[4, 4]  B
-        forward:
-          a   = mm(x, w)  : f32[8, 4]  B
-          h   = tanh(a)   : f32[8, 4]  B
-          y   = mm(h, w)  : f32[8, 4]  B
-        backward:
-          e   = sign(y)   : f32[8, 4]  B
-          h_r = tanh(a)   : f32[8, 4]  B  ; recompute(h)
-          t   = t(h_r)    : f32[4, 8]  B
-          gw  = mm(t, e)  : f32[4, 4]  B  ; gradient(w)
-          d   = mul(e, a) : f32[8, 4]  B
-          return gw, d
+         graph step(dp=1) local
+           x = batch() : f32[8, 4]  B
+           w = param() : f32[4, 4]  B
+         forward:
+           a = mm(x, w) : f32[8, 4]  B
+           h = tanh(a) : f32[8, 4]  B
+           y = mm(h, w) : f32[8, 4]  B
+         backward:
+           e = sign(y) : f32[8, 4]  B
+        -  t = t(h) : f32[4, 8]  B
+        +  h_r = tanh(a) : f32[8, 4]  B  ; recompute(h)
+        +  t = t(h_r) : f32[4, 8]  B
+           gw = mm(t, e) : f32[4, 4]  B  ; gradient(w)
+           d = mul(e, a) : f32[8, 4]  B
+           return gw, d
     """
 
     recompute: tuple[str, ...] = ("*",)

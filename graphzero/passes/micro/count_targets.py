@@ -33,26 +33,18 @@ class CountTargets(BuiltinPass):
 
         count_targets
 
-        graph loss(mb=2) captured
-          x     = batch()                               : f32[8, 5]
-          y     = batch()                               : i64[8]
-        forward:
-          found = nll_loss_forward(x, y, None, 2, -100) : (f32[], f32[])
-          total = found[0]                              : f32[]
-          count = found[1]                              : f32[]
-          mean  = div(total, count)                     : f32[]
-          return mean
-        ->
-        graph loss(mb=2) captured
-          x     = batch()                                       : f32[8, 5]
-          y     = batch()                                       : i64[8]
-        forward:
-          found = nll_loss_forward(x, y, None, 2, -100)         : (f32[], f32[])
-          total = found[0]                                      : f32[]
-          ne    = ne.Scalar(y, -100)                            : bool[8]
-          sum_1 = sum.dim_IntList(ne, [0], dtype=torch.float32) : f32[]
-          mean  = div(total, sum_1)                             : f32[]
-          return mean
+         graph loss(mb=2) captured
+           x = batch() : f32[8, 5]
+           y = batch() : i64[8]
+         forward:
+           found = nll_loss_forward(x, y, None, 2, -100) : (f32[], f32[])
+           total = found[0] : f32[]
+        -  count = found[1] : f32[]
+        -  mean = div(total, count) : f32[]
+        +  ne = ne.Scalar(y, -100) : bool[8]
+        +  sum_1 = sum.dim_IntList(ne, [0], dtype=torch.float32) : f32[]
+        +  mean = div(total, sum_1) : f32[]
+           return mean
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

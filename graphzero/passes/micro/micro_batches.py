@@ -39,39 +39,37 @@ class MicroBatches(BuiltinPass):
 
         micro_batches
 
-        graph step(dp=2, mb=3) boxed
-          x   = batch()                    : f32[12, 4]  (S(0)!, S(0)!)
-          w   = param()                    : f32[4, 2]   (B!, B!)
-        forward:
-          u   = use(w)                     : f32[4, 2]   (B!, B!)
-          y   = mm(x, u)                   : f32[12, 2]  (S(0), S(0))
-          s   = sum.dim_IntList(y, [0, 1]) : f32[]       (P, P)
-          s_b = box(s)                     : f32[]       (B, B)
-          return y, s_b
-        ->
-        graph step(dp=2) boxed
-          x            = batch()                                : f32[12, 4]  S(0)!
-          w            = param()                                : f32[4, 2]   B!
-        forward:
-          s_sum        = accumulator([], torch.float32)         : f32[]       P
-          y_sum        = accumulator([12, 2], torch.float32)    : f32[12, 2]  S(0)
-        forward x2:
-          mb           = micro_batch(3)                         : int
-          u_mb         = use(w)                                 : f32[4, 2]   B!
-          take         = take(x, 0, mb, 3)                      : f32[4, 4]   S(0)
-          y_mb         = mm(take, u_mb)                         : f32[4, 2]   S(0)
-          put          = put(y_sum, y_mb, 0, mb, 3)             : f32[12, 2]  S(0)
-          s_mb         = sum.dim_IntList(y_mb, [0, 1])          : f32[]       P
-          accumulate   = accumulate(s_sum, s_mb, mb, 3, 'sum')  : f32[]       P
-        forward:
-          u            = use(w)                                 : f32[4, 2]   B!
-          take_1       = take(x, 0, 2, 3)                       : f32[4, 4]   S(0)
-          y            = mm(take_1, u)                          : f32[4, 2]   S(0)
-          put_1        = put(put, y, 0, 2, 3)                   : f32[12, 2]  S(0)
-          s            = sum.dim_IntList(y, [0, 1])             : f32[]       P
-          accumulate_1 = accumulate(accumulate, s, 2, 3, 'sum') : f32[]       P
-          box          = box(accumulate_1)                      : f32[]       B
-          return put_1, box
+        -graph step(dp=2, mb=3) boxed
+        -  x = batch() : f32[12, 4]  (S(0)!, S(0)!)
+        -  w = param() : f32[4, 2]  (B!, B!)
+        +graph step(dp=2) boxed
+        +  x = batch() : f32[12, 4]  S(0)!
+        +  w = param() : f32[4, 2]  B!
+         forward:
+        -  u = use(w) : f32[4, 2]  (B!, B!)
+        -  y = mm(x, u) : f32[12, 2]  (S(0), S(0))
+        -  s = sum.dim_IntList(y, [0, 1]) : f32[]  (P, P)
+        -  s_b = box(s) : f32[]  (B, B)
+        -  return y, s_b
+        +  s_sum = accumulator([], torch.float32) : f32[]  P
+        +  y_sum = accumulator([12, 2], torch.float32) : f32[12, 2]  S(0)
+        +forward x2:
+        +  mb = micro_batch(3) : int
+        +  u_mb = use(w) : f32[4, 2]  B!
+        +  take = take(x, 0, mb, 3) : f32[4, 4]  S(0)
+        +  y_mb = mm(take, u_mb) : f32[4, 2]  S(0)
+        +  put = put(y_sum, y_mb, 0, mb, 3) : f32[12, 2]  S(0)
+        +  s_mb = sum.dim_IntList(y_mb, [0, 1]) : f32[]  P
+        +  accumulate = accumulate(s_sum, s_mb, mb, 3, 'sum') : f32[]  P
+        +forward:
+        +  u = use(w) : f32[4, 2]  B!
+        +  take_1 = take(x, 0, 2, 3) : f32[4, 4]  S(0)
+        +  y = mm(take_1, u) : f32[4, 2]  S(0)
+        +  put_1 = put(put, y, 0, 2, 3) : f32[12, 2]  S(0)
+        +  s = sum.dim_IntList(y, [0, 1]) : f32[]  P
+        +  accumulate_1 = accumulate(accumulate, s, 2, 3, 'sum') : f32[]  P
+        +  box = box(accumulate_1) : f32[]  B
+        +  return put_1, box
     """
 
     stage: int = 0

@@ -29,25 +29,18 @@ class CastBeforeGather(BuiltinPass):
 
         cast_before_gather
 
-        graph step(dp=2) captured
-          x  = batch()                            : f32[8, 4]   S(0)!
-          w  = param()                            : f32[4, 2]   S(0)!
-        forward:
-          wf = use(w)                             : f32[4, 2]   B!
-          c  = _to_copy(wf, dtype=torch.bfloat16) : bf16[4, 2]
-          xc = _to_copy(x, dtype=torch.bfloat16)  : bf16[8, 4]
-          y  = mm(xc, c)                          : bf16[8, 2]
-          return y
-        ->
-        graph step(dp=2) captured
-          x        = batch()                           : f32[8, 4]   S(0)!
-          w        = param()                           : f32[4, 2]   S(0)!
-        forward:
-          w_narrow = _to_copy(w, dtype=torch.bfloat16) : bf16[4, 2]  ; param(w)
-          wf       = use(w_narrow)                     : bf16[4, 2]  B!
-          xc       = _to_copy(x, dtype=torch.bfloat16) : bf16[8, 4]
-          y        = mm(xc, wf)                        : bf16[8, 2]
-          return y
+         graph step(dp=2) captured
+           x = batch() : f32[8, 4]  S(0)!
+           w = param() : f32[4, 2]  S(0)!
+         forward:
+        -  wf = use(w) : f32[4, 2]  B!
+        -  c = _to_copy(wf, dtype=torch.bfloat16) : bf16[4, 2]
+        +  w_narrow = _to_copy(w, dtype=torch.bfloat16) : bf16[4, 2]  ; param(w)
+        +  wf = use(w_narrow) : bf16[4, 2]  B!
+           xc = _to_copy(x, dtype=torch.bfloat16) : bf16[8, 4]
+        -  y = mm(xc, c) : bf16[8, 2]
+        +  y = mm(xc, wf) : bf16[8, 2]
+           return y
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

@@ -162,21 +162,16 @@ class Expand(BuiltinPass):
 
         expand
 
-        graph rows(tp=2) captured
-          x = batch()               : f32[4, 6]  S(1)!
-        forward:
-          y = _softmax(x, 1, False) : f32[4, 6]
-          return y
-        ->
-        graph rows(tp=2) captured
-          x     = batch()                         : f32[4, 6]  S(1)!
-        forward:
-          amax  = amax(x, [1], True)              : f32[4, 1]
-          sub   = sub(x, amax)                    : f32[4, 6]
-          exp   = exp(sub)                        : f32[4, 6]
-          sum_1 = sum.dim_IntList(exp, [1], True) : f32[4, 1]
-          y     = div(exp, sum_1)                 : f32[4, 6]
-          return y
+         graph rows(tp=2) captured
+           x = batch() : f32[4, 6]  S(1)!
+         forward:
+        -  y = _softmax(x, 1, False) : f32[4, 6]
+        +  amax = amax(x, [1], True) : f32[4, 1]
+        +  sub = sub(x, amax) : f32[4, 6]
+        +  exp = exp(sub) : f32[4, 6]
+        +  sum_1 = sum.dim_IntList(exp, [1], True) : f32[4, 1]
+        +  y = div(exp, sum_1) : f32[4, 6]
+           return y
     """
 
     links: Links = field(default=(), repr=False)

@@ -39,50 +39,38 @@ class PadTargets(BuiltinPass):
 
         pad_targets
 
-        graph loss(cp=2) captured
-          z  = batch()                                              : f32[2, 8, 5]    S(1)!
-          y  = batch()                                              : i64[2, 8]       S(1)!
-          g  = batch()                                              : f32[]           B!
-          n  = batch()                                              : f32[]           B!
-        forward:
-          zs = slice(z, 1, 0, -1)                                   : f32[2, 7, 5]
-          zr = reshape(zs, [14, 5])                                 : f32[14, 5]
-          ys = slice(y, 1, 1, 8)                                    : i64[2, 7]
-          yr = reshape(ys, [14])                                    : i64[14]
-          lp = _log_softmax(zr, 1, False)                           : f32[14, 5]
-          l  = nll_loss_forward(lp, yr, None, 2, -100)              : (f32[], f32[])
-          s  = l[0]                                                 : f32[]
-        backward:
-          dl = nll_loss_backward(g, lp, yr, None, 2, -100, n)       : f32[14, 5]
-          dr = _log_softmax_backward_data(dl, lp, 1, torch.float32) : f32[14, 5]
-          ds = reshape(dr, [2, 7, 5])                               : f32[2, 7, 5]
-          dz = slice_backward(ds, [2, 8, 5], 1, 0, -1, 1)           : f32[2, 8, 5]
-          return s, dz
-        ->
-        graph loss(cp=2) captured
-          z               = batch()                                               : f32[2, 8, 5]    S(1)!
-          y               = batch()                                               : i64[2, 8]       S(1)!
-          g               = batch()                                               : f32[]           B!
-          n               = batch()                                               : f32[]           B!
-        forward:
-          zr              = reshape(z, [16, 5])                                   : f32[16, 5]
-          ys              = slice(y, 1, 1, 8)                                     : i64[2, 7]
-          yr              = reshape(ys, [14])                                     : i64[14]
-          lp              = _log_softmax(zr, 1, False)                            : f32[16, 5]
-          reshape         = reshape(yr, [2, 7, 1])                                : i64[2, 7, 1]
-          constant_pad_nd = constant_pad_nd(reshape, [0, 0, 0, 1], -100)          : i64[2, 8, 1]
-          reshape_1       = reshape(constant_pad_nd, [16])                        : i64[16]
-          l               = nll_loss_forward(lp, reshape_1, None, 2, -100)        : (f32[], f32[])
-          s               = l[0]                                                  : f32[]
-        backward:
-          dl              = nll_loss_backward(g, lp, reshape_1, None, 2, -100, n) : f32[16, 5]
-          dr              = _log_softmax_backward_data(dl, lp, 1, torch.float32)  : f32[16, 5]
-          ds              = reshape(dr, [2, 8, 5])                                : f32[2, 8, 5]
-          arange          = arange(8)                                             : i64[8]
-          ge              = ge.Scalar(arange, 7)                                  : bool[8]
-          view            = view(ge, [8, 1])                                      : bool[8, 1]
-          dz              = masked_fill.Scalar(ds, view, 0)                       : f32[2, 8, 5]
-          return s, dz
+         graph loss(cp=2) captured
+           z = batch() : f32[2, 8, 5]  S(1)!
+           y = batch() : i64[2, 8]  S(1)!
+           g = batch() : f32[]  B!
+           n = batch() : f32[]  B!
+         forward:
+        -  zs = slice(z, 1, 0, -1) : f32[2, 7, 5]
+        -  zr = reshape(zs, [14, 5]) : f32[14, 5]
+        +  zr = reshape(z, [16, 5]) : f32[16, 5]
+           ys = slice(y, 1, 1, 8) : i64[2, 7]
+           yr = reshape(ys, [14]) : i64[14]
+        -  lp = _log_softmax(zr, 1, False) : f32[14, 5]
+        -  l = nll_loss_forward(lp, yr, None, 2, -100) : (f32[], f32[])
+        +  lp = _log_softmax(zr, 1, False) : f32[16, 5]
+        +  reshape = reshape(yr, [2, 7, 1]) : i64[2, 7, 1]
+        +  constant_pad_nd = constant_pad_nd(reshape, [0, 0, 0, 1], -100) : i64[2, 8, 1]
+        +  reshape_1 = reshape(constant_pad_nd, [16]) : i64[16]
+        +  l = nll_loss_forward(lp, reshape_1, None, 2, -100) : (f32[], f32[])
+           s = l[0] : f32[]
+         backward:
+        -  dl = nll_loss_backward(g, lp, yr, None, 2, -100, n) : f32[14, 5]
+        -  dr = _log_softmax_backward_data(dl, lp, 1, torch.float32) : f32[14, 5]
+        -  ds = reshape(dr, [2, 7, 5]) : f32[2, 7, 5]
+        -  dz = slice_backward(ds, [2, 8, 5], 1, 0, -1, 1) : f32[2, 8, 5]
+        +  dl = nll_loss_backward(g, lp, reshape_1, None, 2, -100, n) : f32[16, 5]
+        +  dr = _log_softmax_backward_data(dl, lp, 1, torch.float32) : f32[16, 5]
+        +  ds = reshape(dr, [2, 8, 5]) : f32[2, 8, 5]
+        +  arange = arange(8) : i64[8]
+        +  ge = ge.Scalar(arange, 7) : bool[8]
+        +  view = view(ge, [8, 1]) : bool[8, 1]
+        +  dz = masked_fill.Scalar(ds, view, 0) : f32[2, 8, 5]
+           return s, dz
     """
 
     links: Links = field(default=(), repr=False)

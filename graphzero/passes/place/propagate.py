@@ -35,25 +35,19 @@ class Propagate(BuiltinPass):
 
         propagate
 
-        graph sums(dp=2) captured
-          x = batch()                 : f32[8, 4]  S(0)!
-          w = param()                 : f32[4, 2]  B!
-        forward:
-          u = use(w)                  : f32[4, 2]  B!
-          y = mm(x, u)                : f32[8, 2]
-          s = sum.dim_IntList(y, [0]) : f32[2]
-          r = relu(s)                 : f32[2]
-          return y, r
-        ->
-        graph sums(dp=2) propagated
-          x = batch()                 : f32[8, 4]  S(0)!
-          w = param()                 : f32[4, 2]  B!
-        forward:
-          u = use(w)                  : f32[4, 2]  B!
-          y = mm(x, u)                : f32[8, 2]  S(0)
-          s = sum.dim_IntList(y, [0]) : f32[2]     P
-          r = relu(s)                 : f32[2]     B
-          return y, r
+        -graph sums(dp=2) captured
+        +graph sums(dp=2) propagated
+           x = batch() : f32[8, 4]  S(0)!
+           w = param() : f32[4, 2]  B!
+         forward:
+           u = use(w) : f32[4, 2]  B!
+        -  y = mm(x, u) : f32[8, 2]
+        -  s = sum.dim_IntList(y, [0]) : f32[2]
+        -  r = relu(s) : f32[2]
+        +  y = mm(x, u) : f32[8, 2]  S(0)
+        +  s = sum.dim_IntList(y, [0]) : f32[2]  P
+        +  r = relu(s) : f32[2]  B
+           return y, r
     """
 
     links: Links = field(default=(), repr=False)

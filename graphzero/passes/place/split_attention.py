@@ -44,33 +44,24 @@ class SplitAttention(BuiltinPass):
 
         split_attention
 
-        graph layer(cp=2) captured
-          q    = batch()                              : f32[1, 4, 6, 8]   S(2)!
-          k    = batch()                              : f32[1, 2, 6, 8]   S(2)!
-          v    = batch()                              : f32[1, 4, 6, 8]   S(2)!
-        forward:
-          k1   = unsqueeze(k, 2)                      : f32[1, 2, 1, 6, 8]
-          k2   = expand(k1, [1, 2, 2, 6, 8])          : f32[1, 2, 2, 6, 8]
-          k3   = reshape(k2, [1, 4, 6, 8])            : f32[1, 4, 6, 8]
-          pair = attention(q, k3, v, None, True, 0.5) : (f32[1, 4, 6, 8], f32[1, 4, 6])
-          y    = pair[0]                              : f32[1, 4, 6, 8]
-          return y
-        ->
-        graph layer(cp=2) captured
-          q      = batch()                                      : f32[1, 4, 6, 8]   S(2)!
-          k      = batch()                                      : f32[1, 2, 6, 8]   S(2)!
-          v      = batch()                                      : f32[1, 4, 6, 8]   S(2)!
-        forward:
-          k1     = unsqueeze(k, 2)                              : f32[1, 2, 1, 6, 8]
-          k1_pin = pin(k1, -1)                                  : f32[1, 2, 1, 6, 8]  S(1)!
-          k2     = expand(k1_pin, [1, 2, 2, 6, 8])              : f32[1, 2, 2, 6, 8]
-          k3     = reshape(k2, [1, 4, 6, 8])                    : f32[1, 4, 6, 8]
-          q_pin  = pin(q, -1)                                   : f32[1, 4, 6, 8]   S(1)!
-          v_pin  = pin(v, -1)                                   : f32[1, 4, 6, 8]   S(1)!
-          pair   = attention(q_pin, k3, v_pin, None, True, 0.5) : (f32[1, 4, 6, 8], f32[1, 4, 6])
-          y      = pair[0]                                      : f32[1, 4, 6, 8]
-          y_pin  = pin(y, -1)                                   : f32[1, 4, 6, 8]   S(2)!
-          return y_pin
+         graph layer(cp=2) captured
+           q = batch() : f32[1, 4, 6, 8]  S(2)!
+           k = batch() : f32[1, 2, 6, 8]  S(2)!
+           v = batch() : f32[1, 4, 6, 8]  S(2)!
+         forward:
+           k1 = unsqueeze(k, 2) : f32[1, 2, 1, 6, 8]
+        -  k2 = expand(k1, [1, 2, 2, 6, 8]) : f32[1, 2, 2, 6, 8]
+        +  k1_pin = pin(k1, -1) : f32[1, 2, 1, 6, 8]  S(1)!
+        +  k2 = expand(k1_pin, [1, 2, 2, 6, 8]) : f32[1, 2, 2, 6, 8]
+           k3 = reshape(k2, [1, 4, 6, 8]) : f32[1, 4, 6, 8]
+        -  pair = attention(q, k3, v, None, True, 0.5) : (f32[1, 4, 6, 8], f32[1, 4, 6])
+        +  q_pin = pin(q, -1) : f32[1, 4, 6, 8]  S(1)!
+        +  v_pin = pin(v, -1) : f32[1, 4, 6, 8]  S(1)!
+        +  pair = attention(q_pin, k3, v_pin, None, True, 0.5) : (f32[1, 4, 6, 8], f32[1, 4, 6])
+           y = pair[0] : f32[1, 4, 6, 8]
+        -  return y
+        +  y_pin = pin(y, -1) : f32[1, 4, 6, 8]  S(2)!
+        +  return y_pin
     """
 
     split_attention: str = AUTO_WAY

@@ -50,39 +50,25 @@ class Zero(BuiltinPass):
 
         zero{stage=2}
 
-        graph step(dp=2) captured
-          x      = batch()                 : f32[8, 4]  S(0)!
-          w      = param()                 : f32[4, 2]  B!
-          m      = state(w)                : f32[4, 2]  B!
-        forward:
-          wf     = use(w)                  : f32[4, 2]  B!
-          y      = mm(x, wf)               : f32[8, 2]
-        backward:
-          xt     = t(x)                    : f32[4, 8]
-          gw     = mm(xt, y)               : f32[4, 2]  ; gradient(w)
-          gw_pin = pin(gw, -1)             : f32[4, 2]  B!  ; gradient(w)
-        update:
-          wu     = use(w)                  : f32[4, 2]  B!
-          m1     = add(m, gw_pin)          : f32[4, 2]
-          w1     = add(wu, m1, alpha=-0.1) : f32[4, 2]
-          return y; update(m=m1, w=w1)
-        ->
-        graph step(dp=2) captured
-          x      = batch()                 : f32[8, 4]  S(0)!
-          w      = param()                 : f32[4, 2]  B!
-          m      = state(w)                : f32[4, 2]  S(0)!
-        forward:
-          wf     = use(w)                  : f32[4, 2]  B!
-          y      = mm(x, wf)               : f32[8, 2]
-        backward:
-          xt     = t(x)                    : f32[4, 8]
-          gw     = mm(xt, y)               : f32[4, 2]  ; gradient(w)
-          gw_pin = pin(gw, -1)             : f32[4, 2]  S(0)!  ; gradient(w)
-        update:
-          wu     = use(w)                  : f32[4, 2]  S(0)!
-          m1     = add(m, gw_pin)          : f32[4, 2]
-          w1     = add(wu, m1, alpha=-0.1) : f32[4, 2]
-          return y; update(m=m1, w=w1)
+         graph step(dp=2) captured
+           x = batch() : f32[8, 4]  S(0)!
+           w = param() : f32[4, 2]  B!
+        -  m = state(w) : f32[4, 2]  B!
+        +  m = state(w) : f32[4, 2]  S(0)!
+         forward:
+           wf = use(w) : f32[4, 2]  B!
+           y = mm(x, wf) : f32[8, 2]
+         backward:
+           xt = t(x) : f32[4, 8]
+           gw = mm(xt, y) : f32[4, 2]  ; gradient(w)
+        -  gw_pin = pin(gw, -1) : f32[4, 2]  B!  ; gradient(w)
+        +  gw_pin = pin(gw, -1) : f32[4, 2]  S(0)!  ; gradient(w)
+         update:
+        -  wu = use(w) : f32[4, 2]  B!
+        +  wu = use(w) : f32[4, 2]  S(0)!
+           m1 = add(m, gw_pin) : f32[4, 2]
+           w1 = add(wu, m1, alpha=-0.1) : f32[4, 2]
+           return y; update(m=m1, w=w1)
     """
 
     stage: int = 2

@@ -25,22 +25,15 @@ class Assign(BuiltinPass):
 
         assign
 
-        graph step(dp=2) local
-          m  = buffer()  : f32[4]  B
-          g  = batch()   : f32[4]  B
-        update:
-          m1 = add(m, g) : f32[4]  B
-          d  = sub(m, g) : f32[4]  B
-          return d; update(m=m1)
-        ->
-        graph step(dp=2) local
-          m      = buffer()      : f32[4]  B
-          g      = batch()       : f32[4]  B
-        update:
-          m1     = add(m, g)     : f32[4]  B
-          d      = sub(m, g)     : f32[4]  B
-          assign = assign(m, m1) : f32[4]  B
-          return d; update(m=assign)
+         graph step(dp=2) local
+           m = buffer() : f32[4]  B
+           g = batch() : f32[4]  B
+         update:
+           m1 = add(m, g) : f32[4]  B
+           d = sub(m, g) : f32[4]  B
+        -  return d; update(m=m1)
+        +  assign = assign(m, m1) : f32[4]  B
+        +  return d; update(m=assign)
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

@@ -49,26 +49,18 @@ class Bucket(BuiltinPass):
 
         bucket{bucket_bytes=1024}
 
-        graph step(dp=2) local
-          g = batch()                    : f32[8]  P
-          h = batch()                    : f32[6]  P
-        backward:
-          a = neg(g)                     : f32[8]  P
-          r = reduce_scatter(a, 0, 'dp') : f32[8]  S(0)
-          b = neg(h)                     : f32[6]  P
-          s = reduce_scatter(b, 0, 'dp') : f32[6]  S(0)
-          return r, s
-        ->
-        graph step(dp=2) local
-          g                     = batch()                                     : f32[8]            P
-          h                     = batch()                                     : f32[6]            P
-        backward:
-          a                     = neg(g)                                      : f32[8]            P
-          b                     = neg(h)                                      : f32[6]            P
-          bucket_reduce_scatter = bucket_reduce_scatter([a, b], [0, 0], 'dp') : (f32[8]  S(0), f32[6]  S(0))
-          r                     = bucket_reduce_scatter[0]                    : f32[8]            S(0)
-          s                     = bucket_reduce_scatter[1]                    : f32[6]            S(0)
-          return r, s
+         graph step(dp=2) local
+           g = batch() : f32[8]  P
+           h = batch() : f32[6]  P
+         backward:
+           a = neg(g) : f32[8]  P
+        -  r = reduce_scatter(a, 0, 'dp') : f32[8]  S(0)
+           b = neg(h) : f32[6]  P
+        -  s = reduce_scatter(b, 0, 'dp') : f32[6]  S(0)
+        +  bucket_reduce_scatter = bucket_reduce_scatter([a, b], [0, 0], 'dp') : (f32[8]  S(0), f32[6]  S(0))
+        +  r = bucket_reduce_scatter[0] : f32[8]  S(0)
+        +  s = bucket_reduce_scatter[1] : f32[6]  S(0)
+           return r, s
     """
 
     bucket_bytes: int | None = None

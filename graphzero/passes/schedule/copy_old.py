@@ -28,18 +28,13 @@ class CopyOld(BuiltinPass):
 
         copy_old
 
-        graph step(dp=2) local
-          w  = param()     : f32[4]  B
-        update:
-          w1 = mul(w, 0.9) : f32[4]  B
-          return w; update(w=w1)
-        ->
-        graph step(dp=2) local
-          w             = param()     : f32[4]  B
-        update:
-          clone_default = clone(w)    : f32[4]  B
-          w1            = mul(w, 0.9) : f32[4]  B
-          return clone_default; update(w=w1)
+         graph step(dp=2) local
+           w = param() : f32[4]  B
+         update:
+        +  clone_default = clone(w) : f32[4]  B
+           w1 = mul(w, 0.9) : f32[4]  B
+        -  return w; update(w=w1)
+        +  return clone_default; update(w=w1)
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

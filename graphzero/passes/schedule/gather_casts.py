@@ -30,24 +30,16 @@ class GatherCasts(BuiltinPass):
 
         gather_casts
 
-        graph step(dp=2) local
-          v  = param()                           : f32[4, 2]   S(0)
-          w  = param()                           : f32[4, 2]   S(0)
-        forward:
-          vc = _to_copy(v, dtype=torch.bfloat16) : bf16[4, 2]  S(0)
-          vb = all_gather(vc, 0, 'dp')           : bf16[4, 2]  B
-          wc = _to_copy(w, dtype=torch.bfloat16) : bf16[4, 2]  S(0)
-          wb = all_gather(wc, 0, 'dp')           : bf16[4, 2]  B
-          return vb, wb, wc
-        ->
-        graph step(dp=2) local
-          v  = param()                                      : f32[4, 2]   S(0)
-          w  = param()                                      : f32[4, 2]   S(0)
-        forward:
-          vb = all_gather(v, 0, 'dp', dtype=torch.bfloat16) : bf16[4, 2]  B
-          wc = _to_copy(w, dtype=torch.bfloat16)            : bf16[4, 2]  S(0)
-          wb = all_gather(wc, 0, 'dp')                      : bf16[4, 2]  B
-          return vb, wb, wc
+         graph step(dp=2) local
+           v = param() : f32[4, 2]  S(0)
+           w = param() : f32[4, 2]  S(0)
+         forward:
+        -  vc = _to_copy(v, dtype=torch.bfloat16) : bf16[4, 2]  S(0)
+        -  vb = all_gather(vc, 0, 'dp') : bf16[4, 2]  B
+        +  vb = all_gather(v, 0, 'dp', dtype=torch.bfloat16) : bf16[4, 2]  B
+           wc = _to_copy(w, dtype=torch.bfloat16) : bf16[4, 2]  S(0)
+           wb = all_gather(wc, 0, 'dp') : bf16[4, 2]  B
+           return vb, wb, wc
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

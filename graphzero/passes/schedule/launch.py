@@ -24,28 +24,20 @@ class Launch(BuiltinPass):
 
         launch
 
-        graph step(dp=2) local
-          g                     = batch()                                     : f32[8]            P
-          h                     = batch()                                     : f32[6]            P
-        backward:
-          a                     = neg(g)                                      : f32[8]            P
-          b                     = neg(h)                                      : f32[6]            P
-          bucket_reduce_scatter = bucket_reduce_scatter([a, b], [0, 0], 'dp') : (f32[8]  S(0), f32[6]  S(0))
-          r                     = bucket_reduce_scatter[0]                    : f32[8]            S(0)
-          s                     = bucket_reduce_scatter[1]                    : f32[6]            S(0)
-          return r, s
-        ->
-        graph step(dp=2) local
-          g      = batch()                                                  : f32[8]            P
-          h      = batch()                                                  : f32[6]            P
-        backward:
-          a      = neg(g)                                                   : f32[8]            P
-          b      = neg(h)                                                   : f32[6]            P
-          launch = launch('bucket_reduce_scatter', -1, [a, b], [0, 0], 'dp') : (f32[8]  S(0), f32[6]  S(0))
-          wait   = wait(launch)                                             : (f32[8]  S(0), f32[6]  S(0))
-          r      = wait[0]                                                  : f32[8]            S(0)
-          s      = wait[1]                                                  : f32[6]            S(0)
-          return r, s
+         graph step(dp=2) local
+           g = batch() : f32[8]  P
+           h = batch() : f32[6]  P
+         backward:
+           a = neg(g) : f32[8]  P
+           b = neg(h) : f32[6]  P
+        -  bucket_reduce_scatter = bucket_reduce_scatter([a, b], [0, 0], 'dp') : (f32[8]  S(0), f32[6]  S(0))
+        -  r = bucket_reduce_scatter[0] : f32[8]  S(0)
+        -  s = bucket_reduce_scatter[1] : f32[6]  S(0)
+        +  launch = launch('bucket_reduce_scatter', -1, [a, b], [0, 0], 'dp') : (f32[8]  S(0), f32[6]  S(0))
+        +  wait = wait(launch) : (f32[8]  S(0), f32[6]  S(0))
+        +  r = wait[0] : f32[8]  S(0)
+        +  s = wait[1] : f32[6]  S(0)
+           return r, s
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

@@ -50,38 +50,25 @@ class OffloadActivations(BuiltinPass):
 
         offload_activations{offload_activations=(a) bucket_bytes=1}
 
-        graph step(dp=1) local
-          x  = batch()    : f32[8, 4]  B
-        forward:
-          a  = exp(x)     : f32[8, 4]  B
-          b  = sin(a)     : f32[8, 4]  B
-          c  = sin(b)     : f32[8, 4]  B
-          d  = sin(c)     : f32[8, 4]  B
-        backward:
-          gd = cos(c)     : f32[8, 4]  B
-          gc = mul(gd, b) : f32[8, 4]  B
-          at = t(a)       : f32[4, 8]  B
-          gb = mm(at, gc) : f32[4, 4]  B
-          return d, gb
-        ->
-        graph step(dp=1) local
-          x                = batch()                                        : f32[8, 4]  B
-        forward:
-          a                = exp(x)                                         : f32[8, 4]  B
-          b                = sin(a)                                         : f32[8, 4]  B
-          host_room        = host_room(a)                                   : f32[8, 4]  B
-          to_host_launch   = to_host_launch(host_room, a)                   : f32[8, 4]  B
-          c                = sin(b)                                         : f32[8, 4]  B
-          to_host_wait     = to_host_wait(to_host_launch, a)                : f32[8, 4]  B
-          d                = sin(c)                                         : f32[8, 4]  B
-        backward:
-          gd               = cos(c)                                         : f32[8, 4]  B
-          to_device_launch = to_device_launch(to_host_wait)                 : f32[8, 4]  B
-          gc               = mul(gd, b)                                     : f32[8, 4]  B
-          to_device_wait   = to_device_wait(to_device_launch, to_host_wait) : f32[8, 4]  B
-          at               = t(to_device_wait)                              : f32[4, 8]  B
-          gb               = mm(at, gc)                                     : f32[4, 4]  B
-          return d, gb
+         graph step(dp=1) local
+           x = batch() : f32[8, 4]  B
+         forward:
+           a = exp(x) : f32[8, 4]  B
+           b = sin(a) : f32[8, 4]  B
+        +  host_room = host_room(a) : f32[8, 4]  B
+        +  to_host_launch = to_host_launch(host_room, a) : f32[8, 4]  B
+           c = sin(b) : f32[8, 4]  B
+        +  to_host_wait = to_host_wait(to_host_launch, a) : f32[8, 4]  B
+           d = sin(c) : f32[8, 4]  B
+         backward:
+           gd = cos(c) : f32[8, 4]  B
+        +  to_device_launch = to_device_launch(to_host_wait) : f32[8, 4]  B
+           gc = mul(gd, b) : f32[8, 4]  B
+        -  at = t(a) : f32[4, 8]  B
+        +  to_device_wait = to_device_wait(to_device_launch, to_host_wait) : f32[8, 4]  B
+        +  at = t(to_device_wait) : f32[4, 8]  B
+           gb = mm(at, gc) : f32[4, 4]  B
+           return d, gb
     """
 
     offload_activations: tuple[str, ...] = ("*",)

@@ -38,37 +38,29 @@ class OffloadStates(BuiltinPass):
 
         offload_states{bucket_bytes=128}
 
-        graph step(dp=2) local
-          w        = param()        : f32[64]  S(0)
-          v        = param()        : f32[64]  S(0)
-          wm       = state(w, m)    : f32[64]  S(0)
-          vm       = state(v, m)    : f32[64]  S(0)
-          g        = batch()        : f32[64]  S(0)
-        update:
-          w1       = add(wm, g)     : f32[64]  S(0)
-          assign   = assign(wm, w1) : f32[64]  S(0)
-          v1       = add(vm, g)     : f32[64]  S(0)
-          assign_1 = assign(vm, v1) : f32[64]  S(0)
-          return update(wm=assign, vm=assign_1)
-        ->
-        graph step(dp=2) local
-          w                  = param()                                : f32[64]  S(0)
-          v                  = param()                                : f32[64]  S(0)
-          wm                 = state(w, m)                            : f32[64]  S(0)
-          vm                 = state(v, m)                            : f32[64]  S(0)
-          g                  = batch()                                : f32[64]  S(0)
-        update:
-          to_device_launch   = to_device_launch(wm)                   : f32[64]  S(0)
-          to_device_launch_1 = to_device_launch(vm)                   : f32[64]  S(0)
-          to_device_wait     = to_device_wait(to_device_launch, wm)   : f32[64]  S(0)
-          w1                 = add(to_device_wait, g)                 : f32[64]  S(0)
-          to_host_launch     = to_host_launch(wm, w1)                 : f32[64]  S(0)
-          to_host_wait       = to_host_wait(to_host_launch, w1)       : f32[64]  S(0)
-          to_device_wait_1   = to_device_wait(to_device_launch_1, vm) : f32[64]  S(0)
-          v1                 = add(to_device_wait_1, g)               : f32[64]  S(0)
-          to_host_launch_1   = to_host_launch(vm, v1)                 : f32[64]  S(0)
-          to_host_wait_1     = to_host_wait(to_host_launch_1, v1)     : f32[64]  S(0)
-          return update(wm=to_host_wait, vm=to_host_wait_1)
+         graph step(dp=2) local
+           w = param() : f32[64]  S(0)
+           v = param() : f32[64]  S(0)
+           wm = state(w, m) : f32[64]  S(0)
+           vm = state(v, m) : f32[64]  S(0)
+           g = batch() : f32[64]  S(0)
+         update:
+        -  w1 = add(wm, g) : f32[64]  S(0)
+        -  assign = assign(wm, w1) : f32[64]  S(0)
+        -  v1 = add(vm, g) : f32[64]  S(0)
+        -  assign_1 = assign(vm, v1) : f32[64]  S(0)
+        -  return update(wm=assign, vm=assign_1)
+        +  to_device_launch = to_device_launch(wm) : f32[64]  S(0)
+        +  to_device_launch_1 = to_device_launch(vm) : f32[64]  S(0)
+        +  to_device_wait = to_device_wait(to_device_launch, wm) : f32[64]  S(0)
+        +  w1 = add(to_device_wait, g) : f32[64]  S(0)
+        +  to_host_launch = to_host_launch(wm, w1) : f32[64]  S(0)
+        +  to_host_wait = to_host_wait(to_host_launch, w1) : f32[64]  S(0)
+        +  to_device_wait_1 = to_device_wait(to_device_launch_1, vm) : f32[64]  S(0)
+        +  v1 = add(to_device_wait_1, g) : f32[64]  S(0)
+        +  to_host_launch_1 = to_host_launch(vm, v1) : f32[64]  S(0)
+        +  to_host_wait_1 = to_host_wait(to_host_launch_1, v1) : f32[64]  S(0)
+        +  return update(wm=to_host_wait, vm=to_host_wait_1)
     """
 
     bucket_bytes: int | None = None

@@ -36,45 +36,27 @@ class OptimizerInBackward(BuiltinPass):
 
         optimizer_in_backward
 
-        graph step(dp=1) local
-          x  = batch()                : f32[8, 4]  B
-          w  = param()                : f32[4, 4]  B
-          v  = param()                : f32[4, 4]  B
-        forward:
-          h  = mm(x, w)               : f32[8, 4]  B
-          y  = mm(h, v)               : f32[8, 4]  B
-        backward:
-          ht = t(h)                   : f32[4, 8]  B
-          gv = mm(ht, y)              : f32[4, 4]  B  ; gradient(v)
-          vt = t(v)                   : f32[4, 4]  B
-          dh = mm(y, vt)              : f32[8, 4]  B
-          xt = t(x)                   : f32[4, 8]  B
-          gw = mm(xt, dh)             : f32[4, 4]  B  ; gradient(w)
-        update:
-          w1 = add(w, gw, alpha=-0.1) : f32[4, 4]  B
-          v1 = add(v, gv, alpha=-0.1) : f32[4, 4]  B
-          return y; update(w=w1, v=v1)
-        ->
-        graph step(dp=1) local
-          x  = batch()                : f32[8, 4]  B
-          w  = param()                : f32[4, 4]  B
-          v  = param()                : f32[4, 4]  B
-        forward:
-          h  = mm(x, w)               : f32[8, 4]  B
-          y  = mm(h, v)               : f32[8, 4]  B
-        backward:
-          ht = t(h)                   : f32[4, 8]  B
-          gv = mm(ht, y)              : f32[4, 4]  B  ; gradient(v)
-          vt = t(v)                   : f32[4, 4]  B
-          dh = mm(y, vt)              : f32[8, 4]  B
-        update:
-          v1 = add(v, gv, alpha=-0.1) : f32[4, 4]  B
-        backward:
-          xt = t(x)                   : f32[4, 8]  B
-          gw = mm(xt, dh)             : f32[4, 4]  B  ; gradient(w)
-        update:
-          w1 = add(w, gw, alpha=-0.1) : f32[4, 4]  B
-          return y; update(w=w1, v=v1)
+         graph step(dp=1) local
+           x = batch() : f32[8, 4]  B
+           w = param() : f32[4, 4]  B
+           v = param() : f32[4, 4]  B
+         forward:
+           h = mm(x, w) : f32[8, 4]  B
+           y = mm(h, v) : f32[8, 4]  B
+         backward:
+           ht = t(h) : f32[4, 8]  B
+           gv = mm(ht, y) : f32[4, 4]  B  ; gradient(v)
+           vt = t(v) : f32[4, 4]  B
+           dh = mm(y, vt) : f32[8, 4]  B
+        +update:
+        +  v1 = add(v, gv, alpha=-0.1) : f32[4, 4]  B
+        +backward:
+           xt = t(x) : f32[4, 8]  B
+           gw = mm(xt, dh) : f32[4, 4]  B  ; gradient(w)
+         update:
+           w1 = add(w, gw, alpha=-0.1) : f32[4, 4]  B
+        -  v1 = add(v, gv, alpha=-0.1) : f32[4, 4]  B
+           return y; update(w=w1, v=v1)
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

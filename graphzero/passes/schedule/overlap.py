@@ -40,31 +40,19 @@ class Overlap(BuiltinPass):
 
         overlap
 
-        graph step(dp=2) local
-          x = batch()                                           : f32[8, 4]       S(0)
-          w = param()                                           : f32[4, 4]       B
-        backward:
-          g = mm(w, w)                                          : f32[4, 4]       B
-          p = keep_first(g, 'dp')                               : f32[4, 4]       P
-          l = launch('bucket_all_reduce', -1, [p], 'dp', 'sum') : (f32[4, 4]  B)
-          k = wait(l)                                           : (f32[4, 4]  B)
-          r = k[0]                                              : f32[4, 4]       B
-          a = mul(x, x)                                         : f32[8, 4]       S(0)
-          y = mm(a, r)                                          : f32[8, 4]       S(0)
-          return y
-        ->
-        graph step(dp=2) local
-          x = batch()                                           : f32[8, 4]       S(0)
-          w = param()                                           : f32[4, 4]       B
-        backward:
-          g = mm(w, w)                                          : f32[4, 4]       B
-          p = keep_first(g, 'dp')                               : f32[4, 4]       P
-          l = launch('bucket_all_reduce', -1, [p], 'dp', 'sum') : (f32[4, 4]  B)
-          a = mul(x, x)                                         : f32[8, 4]       S(0)
-          k = wait(l)                                           : (f32[4, 4]  B)
-          r = k[0]                                              : f32[4, 4]       B
-          y = mm(a, r)                                          : f32[8, 4]       S(0)
-          return y
+         graph step(dp=2) local
+           x = batch() : f32[8, 4]  S(0)
+           w = param() : f32[4, 4]  B
+         backward:
+           g = mm(w, w) : f32[4, 4]  B
+           p = keep_first(g, 'dp') : f32[4, 4]  P
+           l = launch('bucket_all_reduce', -1, [p], 'dp', 'sum') : (f32[4, 4]  B)
+        +  a = mul(x, x) : f32[8, 4]  S(0)
+           k = wait(l) : (f32[4, 4]  B)
+           r = k[0] : f32[4, 4]  B
+        -  a = mul(x, x) : f32[8, 4]  S(0)
+           y = mm(a, r) : f32[8, 4]  S(0)
+           return y
     """
 
     bucket_bytes: int | None = None
@@ -109,31 +97,19 @@ class OverlapUpdate(Overlap):
 
         overlap_update
 
-        graph step(dp=2) local
-          w  = param()                                         : f32[8]       B
-          m  = state(w)                                        : f32[8]       S(0)
-          v  = param()                                         : f32[8]       B
-        update:
-          s  = slice_shard(w, 0, 'dp')                         : f32[8]       S(0)
-          a  = add(s, m)                                       : f32[8]       S(0)
-          l  = launch('bucket_all_gather', -1, [a], [0], 'dp') : (f32[8]  B)
-          b  = wait(l)                                         : (f32[8]  B)
-          w1 = b[0]                                            : f32[8]       B  ; param(w)
-          v1 = mul(v, 0.9)                                     : f32[8]       B
-          return update(w=w1, v=v1)
-        ->
-        graph step(dp=2) local
-          w  = param()                                         : f32[8]       B
-          m  = state(w)                                        : f32[8]       S(0)
-          v  = param()                                         : f32[8]       B
-        update:
-          s  = slice_shard(w, 0, 'dp')                         : f32[8]       S(0)
-          a  = add(s, m)                                       : f32[8]       S(0)
-          l  = launch('bucket_all_gather', -1, [a], [0], 'dp') : (f32[8]  B)
-          v1 = mul(v, 0.9)                                     : f32[8]       B
-          b  = wait(l)                                         : (f32[8]  B)
-          w1 = b[0]                                            : f32[8]       B  ; param(w)
-          return update(w=w1, v=v1)
+         graph step(dp=2) local
+           w = param() : f32[8]  B
+           m = state(w) : f32[8]  S(0)
+           v = param() : f32[8]  B
+         update:
+           s = slice_shard(w, 0, 'dp') : f32[8]  S(0)
+           a = add(s, m) : f32[8]  S(0)
+           l = launch('bucket_all_gather', -1, [a], [0], 'dp') : (f32[8]  B)
+        +  v1 = mul(v, 0.9) : f32[8]  B
+           b = wait(l) : (f32[8]  B)
+           w1 = b[0] : f32[8]  B  ; param(w)
+        -  v1 = mul(v, 0.9) : f32[8]  B
+           return update(w=w1, v=v1)
     """
 
     in_update: ClassVar[bool] = True

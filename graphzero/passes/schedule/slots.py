@@ -30,35 +30,22 @@ class Slots(BuiltinPass):
 
         slots
 
-        graph step(dp=2) local
-          v = param()                                               : f32[8]            S(0)
-          w = param()                                               : f32[6]            S(0)
-          g = batch()                                               : f32[4]            P
-        forward:
-          l = launch('bucket_all_gather', -1, [v, w], [0, 0], 'dp') : (f32[8]  B, f32[6]  B)
-          a = wait(l)                                               : (f32[8]  B, f32[6]  B)
-          b = a[0]                                                  : f32[8]            B
-          c = a[1]                                                  : f32[6]            B
-          h = neg(g)                                                : f32[4]            P
-          m = launch('bucket_all_reduce', -1, [h], 'dp', 'sum')     : (f32[4]  B)
-          n = wait(m)                                               : (f32[4]  B)
-          o = n[0]                                                  : f32[4]            B
-          return b, c, o
-        ->
-        graph step(dp=2) local
-          v = param()                                              : f32[8]            S(0)
-          w = param()                                              : f32[6]            S(0)
-          g = batch()                                              : f32[4]            P
-        forward:
-          l = launch('bucket_all_gather', 0, [v, w], [0, 0], 'dp') : (f32[8]  B, f32[6]  B)
-          a = wait(l)                                              : (f32[8]  B, f32[6]  B)
-          b = a[0]                                                 : f32[8]            B
-          c = a[1]                                                 : f32[6]            B
-          h = neg(g)                                               : f32[4]            P
-          m = launch('bucket_all_reduce', None, [h], 'dp', 'sum')  : (f32[4]  B)
-          n = wait(m)                                              : (f32[4]  B)
-          o = n[0]                                                 : f32[4]            B
-          return b, c, o
+         graph step(dp=2) local
+           v = param() : f32[8]  S(0)
+           w = param() : f32[6]  S(0)
+           g = batch() : f32[4]  P
+         forward:
+        -  l = launch('bucket_all_gather', -1, [v, w], [0, 0], 'dp') : (f32[8]  B, f32[6]  B)
+        +  l = launch('bucket_all_gather', 0, [v, w], [0, 0], 'dp') : (f32[8]  B, f32[6]  B)
+           a = wait(l) : (f32[8]  B, f32[6]  B)
+           b = a[0] : f32[8]  B
+           c = a[1] : f32[6]  B
+           h = neg(g) : f32[4]  P
+        -  m = launch('bucket_all_reduce', -1, [h], 'dp', 'sum') : (f32[4]  B)
+        +  m = launch('bucket_all_reduce', None, [h], 'dp', 'sum') : (f32[4]  B)
+           n = wait(m) : (f32[4]  B)
+           o = n[0] : f32[4]  B
+           return b, c, o
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:

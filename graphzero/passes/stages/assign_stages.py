@@ -59,38 +59,31 @@ class AssignStages(BuiltinPass):
 
         assign_stages{pipeline_stages=('a@0', 'b@1')}
 
-        graph step(dp=2) captured
-          x   = batch()      : f32[8, 4]  S(0)!
-          a_w = param(a.w)   : f32[4, 4]  B!
-          b_w = param(b.w)   : f32[4, 2]  B!
-        forward:
-          ua  = use(a_w)     : f32[4, 4]  B!
-          h   = mm(x, ua)    : f32[8, 4]
-          ub  = use(b_w)     : f32[4, 2]  B!
-          y   = mm(h, ub)    : f32[8, 2]
-        backward:
-          ht  = t(h)         : f32[4, 8]
-          gb  = mm(ht, y)    : f32[4, 2]  ; gradient(b.w)
-        update:
-          b1  = add(b_w, gb) : f32[4, 2]
-          return y; update(b_w=b1)
-        ->
-        graph step(dp=2) captured
-          x    = batch()      : f32[8, 4]  S(0)!
-          a_w  = param(a.w)   : f32[4, 4]  B!  @0
-          b_w  = param(b.w)   : f32[4, 2]  B!  @1
-        forward:
-          ua   = use(a_w)     : f32[4, 4]  B!  @0
-          h    = mm(x, ua)    : f32[8, 4]  @0
-          move = move(h, 1)   : f32[8, 4]  @1
-          ub   = use(b_w)     : f32[4, 2]  B!  @1
-          y    = mm(move, ub) : f32[8, 2]  @1
-        backward:
-          ht   = t(move)      : f32[4, 8]  @1
-          gb   = mm(ht, y)    : f32[4, 2]  @1  ; gradient(b.w)
-        update:
-          b1   = add(b_w, gb) : f32[4, 2]  @1
-          return y; update(b_w=b1)
+         graph step(dp=2) captured
+           x = batch() : f32[8, 4]  S(0)!
+        -  a_w = param(a.w) : f32[4, 4]  B!
+        -  b_w = param(b.w) : f32[4, 2]  B!
+        +  a_w = param(a.w) : f32[4, 4]  B!  @0
+        +  b_w = param(b.w) : f32[4, 2]  B!  @1
+         forward:
+        -  ua = use(a_w) : f32[4, 4]  B!
+        -  h = mm(x, ua) : f32[8, 4]
+        -  ub = use(b_w) : f32[4, 2]  B!
+        -  y = mm(h, ub) : f32[8, 2]
+        +  ua = use(a_w) : f32[4, 4]  B!  @0
+        +  h = mm(x, ua) : f32[8, 4]  @0
+        +  move = move(h, 1) : f32[8, 4]  @1
+        +  ub = use(b_w) : f32[4, 2]  B!  @1
+        +  y = mm(move, ub) : f32[8, 2]  @1
+         backward:
+        -  ht = t(h) : f32[4, 8]
+        -  gb = mm(ht, y) : f32[4, 2]  ; gradient(b.w)
+        +  ht = t(move) : f32[4, 8]  @1
+        +  gb = mm(ht, y) : f32[4, 2]  @1  ; gradient(b.w)
+         update:
+        -  b1 = add(b_w, gb) : f32[4, 2]
+        +  b1 = add(b_w, gb) : f32[4, 2]  @1
+           return y; update(b_w=b1)
     """
 
     pipeline_stages: tuple[str, ...] = ()

@@ -51,36 +51,26 @@ class StackUpdates(BuiltinPass):
 
         stack_updates
 
-        graph step(dp=2) captured
-          g  = batch()                : f32[4, 4]  S(0)!
-          h  = batch()                : f32[4, 4]  S(0)!
-          v  = param()                : f32[4, 4]  S(0)!
-          w  = param()                : f32[4, 4]  S(0)!
-        update:
-          gt = t(g)                   : f32[4, 4]
-          gg = mm(g, gt)              : f32[4, 4]
-          v1 = add(v, gg, alpha=-0.1) : f32[4, 4]
-          ht = t(h)                   : f32[4, 4]
-          hh = mm(h, ht)              : f32[4, 4]
-          w1 = add(w, hh, alpha=-0.1) : f32[4, 4]
-          return update(v=v1, w=w1)
-        ->
-        graph step(dp=2) captured
-          g         = batch()                  : f32[4, 4]     S(0)!
-          h         = batch()                  : f32[4, 4]     S(0)!
-          v         = param()                  : f32[4, 4]     S(0)!
-          w         = param()                  : f32[4, 4]     S(0)!
-        update:
-          stack     = stack([g, h], 0)         : f32[2, 4, 4]
-          pin       = pin(stack, -1)           : f32[2, 4, 4]  S(0)!
-          transpose = transpose.int(pin, 1, 2) : f32[2, 4, 4]
-          bmm       = bmm(pin, transpose)      : f32[2, 4, 4]
-          pin_1     = pin(bmm, -1)             : f32[2, 4, 4]  S(1)!
-          gg        = select.int(pin_1, 0, 0)  : f32[4, 4]
-          hh        = select.int(pin_1, 0, 1)  : f32[4, 4]
-          v1        = add(v, gg, alpha=-0.1)   : f32[4, 4]
-          w1        = add(w, hh, alpha=-0.1)   : f32[4, 4]
-          return update(v=v1, w=w1)
+         graph step(dp=2) captured
+           g = batch() : f32[4, 4]  S(0)!
+           h = batch() : f32[4, 4]  S(0)!
+           v = param() : f32[4, 4]  S(0)!
+           w = param() : f32[4, 4]  S(0)!
+         update:
+        -  gt = t(g) : f32[4, 4]
+        -  gg = mm(g, gt) : f32[4, 4]
+        +  stack = stack([g, h], 0) : f32[2, 4, 4]
+        +  pin = pin(stack, -1) : f32[2, 4, 4]  S(0)!
+        +  transpose = transpose.int(pin, 1, 2) : f32[2, 4, 4]
+        +  bmm = bmm(pin, transpose) : f32[2, 4, 4]
+        +  pin_1 = pin(bmm, -1) : f32[2, 4, 4]  S(1)!
+        +  gg = select.int(pin_1, 0, 0) : f32[4, 4]
+        +  hh = select.int(pin_1, 0, 1) : f32[4, 4]
+           v1 = add(v, gg, alpha=-0.1) : f32[4, 4]
+        -  ht = t(h) : f32[4, 4]
+        -  hh = mm(h, ht) : f32[4, 4]
+           w1 = add(w, hh, alpha=-0.1) : f32[4, 4]
+           return update(v=v1, w=w1)
     """
 
     links: Links = field(default=(), repr=False)
