@@ -71,9 +71,16 @@ class Placement:
 
     def without_micro_batches(self) -> Placement:
         """The ranks themselves."""
-        at = self.axis(MICRO_BATCHES)
-        ranks = np.ascontiguousarray(np.take(self.ranks, 0, axis=at))
-        return Placement(self.device_type, ranks, (*self.names[:at], *self.names[at + 1 :]), self.virtual)
+        return self._without(MICRO_BATCHES, 0)
+
+    def _without(self, name: str, member: int) -> Placement:
+        """The ranks of one member of an axis; of that axis alone, one data rank."""
+        at = self.axis(name)
+        ranks, names = (
+            np.ascontiguousarray(np.take(self.ranks, member, axis=at)),
+            (*self.names[:at], *self.names[at + 1 :]),
+        )
+        return Placement(self.device_type, ranks.reshape(ranks.shape or (1,)), names or ("dp",), self.virtual)
 
     @property
     def pipeline_members(self) -> int:
@@ -82,12 +89,7 @@ class Placement:
 
     def without_pipeline(self, member: int = 0) -> Placement:
         """The ranks of one member of ``pp``, on the other axes; of a pipeline alone, one data rank."""
-        if PIPELINE not in self.names:
-            return self
-        at = self.axis(PIPELINE)
-        ranks = np.ascontiguousarray(np.take(self.ranks, member, axis=at))
-        names = (*self.names[:at], *self.names[at + 1 :])
-        return Placement(self.device_type, ranks.reshape(ranks.shape or (1,)), names or ("dp",), self.virtual)
+        return self._without(PIPELINE, member) if PIPELINE in self.names else self
 
     def pipeline_member(self, rank: int) -> int:
         """The coordinate of ``rank`` along ``pp``; 0 where there is no such axis."""

@@ -123,11 +123,14 @@ class LoopPartition:
         updates = {names[name]: new for name, new in graph.updates.items() if new is not names[name]}
         changing = updates.keys() - buffers
         while True:
-            invariant, modules = self._depend_on_none_of(changing), {_module(node) for node in changing & buffers}
+            invariant, modules = (
+                self._depend_on_none_of(changing),
+                {value.module_of(node) for node in changing & buffers},
+            )
             more = {
                 node
                 for node, new in updates.items()
-                if new not in invariant or node in buffers and _module(node) in modules
+                if new not in invariant or node in buffers and value.module_of(node) in modules
             }
             if more <= changing:
                 return changing
@@ -169,10 +172,3 @@ def _per_rank_values(nodes: Iterable[fx.Node], axis: int) -> set[fx.Node]:
         if enters or (word in (FREE, SAME) and not values.isdisjoint(node.all_input_nodes)):
             values.add(node)
     return values
-
-
-def _module(buffer: fx.Node) -> str:
-    """The path of the module that has a buffer."""
-    role = value.role_of(buffer)
-    assert role is not None
-    return role.of.rpartition(".")[0]

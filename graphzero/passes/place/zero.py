@@ -87,11 +87,9 @@ class Zero(BuiltinPass):
         params = {value.role_of(node).of: node for node in graph.placeholders("param")}  # type: ignore[union-attr]
         splits = {path: self._split(graph, node) for path, node in params.items()}
         for state in graph.placeholders("state"):
-            role = value.role_of(state)
-            assert role is not None
-            nd = splits.get(role.of)
-            like_param = nd is not None and value.type_of(state).shape == value.type_of(params[role.of]).shape
-            _pin(graph, state, nd if like_param and nd is not None else self._split(graph, state))
+            path = state.meta["role"].of
+            like_param = path in params and value.type_of(state).shape == value.type_of(params[path]).shape
+            _pin(graph, state, splits[path] if like_param else self._split(graph, state))
         for node in list(graph.nodes):
             if node.target is ops.use and value.phase_of(node) == "update":
                 _pin(graph, node, splits[value.role_of(value.operand(node)).of])  # type: ignore[union-attr]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from graphzero.sbp.op_call import Call
@@ -17,18 +19,13 @@ for _op in overloads(COMPARISONS):
     rule(_op, ",".join(["~..."] * sum("Tensor" in str(a.type) for a in _op._schema.arguments)) + "->...")
 
 
-def _truth(call: Call) -> bool:
-    return all(meta.dtype == torch.bool for meta in call.tensors)
+def _combined(call: Call, reduction: str) -> str:
+    of_truths = all(meta.dtype == torch.bool for meta in call.tensors)
+    return f"{reduction}: ...+...->..." if of_truths else "~...,~...->..."
 
 
-@rule(overloads("logical_or", "bitwise_or.Tensor", "__or__.Tensor"))
-def either(call: Call) -> str:
-    return "max: ...+...->..." if _truth(call) else "~...,~...->..."
-
-
-@rule(overloads("logical_and", "bitwise_and.Tensor", "__and__.Tensor"))
-def both(call: Call) -> str:
-    return "min: ...+...->..." if _truth(call) else "~...,~...->..."
+rule(overloads("logical_or", "bitwise_or.Tensor", "__or__.Tensor"), partial(_combined, reduction="max"))
+rule(overloads("logical_and", "bitwise_and.Tensor", "__and__.Tensor"), partial(_combined, reduction="min"))
 
 
 rule(overloads("bitwise_or.Scalar", "bitwise_or.Scalar_Tensor", "bitwise_and.Scalar", "bitwise_and.Scalar_Tensor",

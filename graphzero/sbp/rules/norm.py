@@ -9,34 +9,22 @@ from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
 from graphzero.sbp.rules._factor_lines import dim_of, overloads, put
 
+# {n} stands for the dims of the normalized shape, {l} for as many of size one.
+LINES = {
+    "native_layer_norm": "~...{n},~{n},~{n}->...{n},...{l},...{l}",
+    "native_layer_norm_backward": "...{n},~...{n},~...{l},~...{l},~{n},~{n}->...{n},{n}:0123,{n}:0",
+    "_fused_rms_norm": "~...{n},~{n}->...{n},...{l}",
+    "_fused_rms_norm_backward": "...{n},~...{n},~...{l},~{n}->...{n},{n}:012",
+}
 
-def _normalized(call: Call) -> tuple[str, str]:
+
+def _normalized(call: Call, line: str) -> str:
     count = len(call["normalized_shape"])
-    return "NMLKJ"[:count], "1" * count
+    return line.format(n="NMLKJ"[:count], l="1" * count)
 
 
-@rule(overloads("native_layer_norm"))
-def layer_norm(call: Call) -> str:
-    n, ones = _normalized(call)
-    return f"~...{n},~{n},~{n}->...{n},...{ones},...{ones}"
-
-
-@rule(overloads("native_layer_norm_backward"))
-def layer_norm_backward(call: Call) -> str:
-    n, ones = _normalized(call)
-    return f"...{n},~...{n},~...{ones},~...{ones},~{n},~{n}->...{n},{n}:0123,{n}:0"
-
-
-@rule(overloads("_fused_rms_norm"))
-def rms_norm(call: Call) -> str:
-    n, ones = _normalized(call)
-    return f"~...{n},~{n}->...{n},...{ones}"
-
-
-@rule(overloads("_fused_rms_norm_backward"))
-def rms_norm_backward(call: Call) -> str:
-    n, ones = _normalized(call)
-    return f"...{n},~...{n},~...{ones},~{n}->...{n},{n}:012"
+for _name, _line in LINES.items():
+    rule(overloads(_name), partial(_normalized, line=_line))
 
 
 GROUP_SIZES = {
