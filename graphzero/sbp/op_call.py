@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,9 @@ from graphzero.sbp.factors import NUMBER, Given
 from graphzero.sbp.signature import TensorMeta
 
 Op = Callable[..., Any]
+
+
+Item = TypeVar("Item")
 
 
 class Scalar:
@@ -49,7 +52,7 @@ class Call:
     @property
     def tensors(self) -> tuple[TensorMeta, ...]:
         """Tensor operands in the order in which (args, kwargs) hold them."""
-        return tuple(_tensors((self.args, dict(self.kwargs))))
+        return tuple(instances_in((self.args, dict(self.kwargs)), TensorMeta))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,7 +109,7 @@ def _schema_tensors(call: Call) -> list[tuple[Given, int]] | None:
     before = 0
     for name, value in passed.items():
         place[name] = before
-        before += len(list(_tensors(value)))
+        before += len(list(instances_in(value, TensorMeta)))
     tensors: list[tuple[Given, int]] = []
     for argument in call.op._schema.arguments:
         kind = str(argument.type)
@@ -135,15 +138,13 @@ def argument_names(op: Op) -> list[str]:
     return list(inspect.signature(op).parameters)
 
 
-def _tensors(value: Any) -> Iterator[TensorMeta]:
-    if isinstance(value, TensorMeta):
+def instances_in(value: Any, kind: type[Item]) -> Iterator[Item]:
+    """The objects of a type in nested lists, tuples and dicts, in order."""
+    if isinstance(value, kind):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from instances_in(item, kind)
 
 
 def frozen(value: Any) -> Any:

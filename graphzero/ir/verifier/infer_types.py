@@ -5,7 +5,7 @@ The arguments come from a text that may contain anything, so the size of results
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from graphzero import _compat
 from graphzero.ir import value
 from graphzero.ir.text.printer import op_name
 from graphzero.ir.value import ScalarType, TensorType
+from graphzero.sbp.op_call import instances_in
 from graphzero.sbp.shards import LocalSize, LocalStart
 
 MOST_RESULTS = 4096  # of an op of which nothing says how many it has
@@ -58,7 +59,8 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[Any, .
             if why := _too_many(op, given, count):
                 return why
             result = op(*given, **named)
-            return _types(op, result, count, sum(x.untyped_storage().nbytes() for x in _tensors((given, named))))
+            nbytes = sum(x.untyped_storage().nbytes() for x in instances_in((given, named), Tensor))
+            return _types(op, result, count, nbytes)
     except Exception as error:  # whatever an op says of arguments that it cannot take
         return f"calls {op_name(op)} with what it cannot take: {' '.join(str(error).split()):.300}"
 
@@ -67,7 +69,7 @@ def _too_many(op: torch._ops.OpOverload, given: list[Any], count: int) -> str:
     """Return a message if an op that returns a list may return far more results than ``count``, else ""."""
     if len(op._schema.returns) != 1 or str(op._schema.returns[0].type) != "List[Tensor]":
         return ""
-    longest = max((size for x in _tensors(given) for size in x.shape), default=0)
+    longest = max((size for x in instances_in(given, Tensor) for size in x.shape), default=0)
     return f"may have {longest} results" if longest > MOST_RESULTS and count * MOST_RESULTS < longest else ""
 
 
@@ -75,20 +77,10 @@ def _types(op: torch._ops.OpOverload, result: Any, count: int, nbytes: int) -> A
     results = tuple(result) if isinstance(result, (list, tuple)) else (result,)
     if len(results) != count:
         return f"is declared with {count} results, but {op_name(op)} makes {len(results)}"
-    for x in _tensors(results):
+    for x in instances_in(results, Tensor):
         if x.layout is not torch.strided:
             return f"makes a tensor of layout {x.layout}"
         if x.untyped_storage().nbytes() > nbytes + 2 * x.numel() * x.element_size() + 64:
             return f"holds {x.untyped_storage().nbytes()} bytes for {x.numel()} numbers"
     types = tuple(TensorType(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else None for x in results)
     return types if isinstance(result, (list, tuple)) else types[0]
-
-
-def _tensors(x: Any) -> Iterator[Tensor]:
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, (list, tuple)):
-        for item in x:
-            yield from _tensors(item)
-    elif isinstance(x, dict):
-        yield from _tensors(list(x.values()))

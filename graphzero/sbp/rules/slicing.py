@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from graphzero.sbp.op_call import Call
@@ -21,53 +22,28 @@ def slice_(call: Call) -> str:
     return f"{MOVE}{line}->{line}"
 
 
-@rule(overloads("narrow_copy"))
-@rule(overloads("slice_backward"), sizes=INPUT_SIZES)
-def narrow(call: Call) -> str:
-    line = beside(call.out, call["dim"])
-    return f"{MOVE}{line}->{line}"
+def _along(call: Call, line: str, dims: Sequence[str] = ("dim",), of_result: bool = False) -> str:
+    """A line, in which {x} stands for the dims of the whole, and {k} for those that no argument names."""
+    whole = beside(call.out if of_result else call.shape, *(call[name] for name in dims))
+    return MOVE + line.format(x=whole, k=whole.replace("_", ""))
 
 
-@rule(overloads("select.int", "select_copy.int"))
-def select(call: Call) -> str:
-    line = beside(call.shape, call["dim"])
-    return f"{MOVE}{line}->{line.replace('_', '')}"
-
-
-@rule(overloads("select_backward"), sizes=INPUT_SIZES)
-def select_backward(call: Call) -> str:
-    line = beside(call.out, call["dim"])
-    return f"{MOVE}{line.replace('_', '')}->{line}"
-
-
-@rule(overloads("diagonal_backward"), sizes=INPUT_SIZES)
-def diagonal_backward(call: Call) -> str:
-    line = beside(call.out, call["dim1"], call["dim2"])
-    return f"{MOVE}{line.replace('_', '')}_->{line}"
+_grown, _diagonal = partial(_along, of_result=True), partial(_along, dims=("dim1", "dim2"))
+rule(overloads("narrow_copy"), partial(_along, line="{x}->{x}"))
+rule(overloads("slice_scatter"), partial(_along, line="{x}+{x}->{x}"))
+rule(overloads("slice_backward"), partial(_grown, line="{x}->{x}"), sizes=INPUT_SIZES)
+rule(overloads("select.int", "select_copy.int"), partial(_along, line="{x}->{k}"))
+rule(overloads("select_scatter"), partial(_along, line="{x}+{k}->{x}"))
+rule(overloads("select_backward"), partial(_grown, line="{k}->{x}"), sizes=INPUT_SIZES)
+rule(overloads("diagonal", "diagonal_copy"), partial(_diagonal, line="{x}->{k}_"))
+rule(overloads("diagonal_scatter"), partial(_diagonal, line="{x}+{k}_->{x}"))
+rule(overloads("diagonal_backward"), partial(_diagonal, line="{k}_->{x}", of_result=True), sizes=INPUT_SIZES)
 
 
 @rule(overloads("unfold_backward"), sizes=INPUT_SIZES)
 def unfold_backward(call: Call) -> str | None:
     line = beside(call.out, call["dim"])
     return f"{line}_->{line}" if call.out else None
-
-
-@rule(overloads("slice_scatter"))
-def slice_scatter(call: Call) -> str:
-    line = beside(call.shape, call["dim"])
-    return f"{MOVE}{line}+{line}->{line}"
-
-
-@rule(overloads("diagonal_scatter"))
-def diagonal_scatter(call: Call) -> str:
-    line = beside(call.shape, call["dim1"], call["dim2"])
-    return f"{MOVE}{line}+{line.replace('_', '')}_->{line}"
-
-
-@rule(overloads("select_scatter"))
-def select_scatter(call: Call) -> str:
-    line = beside(call.shape, call["dim"])
-    return f"{MOVE}{line}+{line.replace('_', '')}->{line}"
 
 
 def _cut_dim(whole: Shape, parts: Sequence[Shape]) -> int | None:

@@ -174,10 +174,4 @@ def unfold(call: Call) -> str:
     return f"{MOVE}{line}->{line}_"
 
 
-@rule(overloads("diagonal", "diagonal_copy"))
-def diagonal(call: Call) -> str:
-    line = beside(call.shape, call["dim1"], call["dim2"])
-    return f"{MOVE}{line}->{line.replace('_', '')}_"
-
-
 rule(overloads("tril", "triu"), "...__->...__")
