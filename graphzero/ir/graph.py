@@ -220,16 +220,6 @@ class StepGraph:
             node.meta["repeat"] = value.repeats_of(like)
         return node
 
-    def copy_op(self, node: Node, read: Callable[[Node], Node], name: str = "", **facts: Any) -> Node:
-        """Add the op of a node, of this graph or of another, at the insert point.
-
-        read: gives its operands here.  facts: those that are not as of ``node``.
-        """
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), read)
-        copy = self.graph.create_node("call_function", node.target, args, kwargs, name=name or node.name)
-        copy.meta = {**node.meta, **facts}
-        return copy
-
     def pin(self, target: Node | str, axis: str, sbp: Sbp) -> Node:
         """Fix the SBP of a value on one placement axis.
 
@@ -285,3 +275,14 @@ class StepGraph:
     def set_role(self, node: Node, role: Role) -> None:
         """Say what a value is for the step, ``Role("gradient", "model.weight")``."""
         node.meta["role"] = role
+
+
+def copy_op(graph: StepGraph, node: Node, read: Callable[[Node], Node], name: str = "", **facts: Any) -> Node:
+    """Add the op of a node, of this graph or of another, at the insert point of ``graph``.
+
+    read: gives its operands here.  facts: those that are not as of ``node``.
+    """
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), read)
+    copy = graph.graph.create_node("call_function", node.target, args, kwargs, name=name or node.name)
+    copy.meta = {**node.meta, **facts}
+    return copy

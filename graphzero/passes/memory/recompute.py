@@ -17,7 +17,7 @@ from torch import fx
 
 from graphzero.errors import ConfigError
 from graphzero.ir import memory_space, ops, value
-from graphzero.ir.graph import StepGraph
+from graphzero.ir.graph import StepGraph, copy_op
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.printer import op_name
 from graphzero.ir.value import Role
@@ -173,7 +173,7 @@ def _missing(
 
 
 def _copy(graph: StepGraph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    copy = graph.copy_op(node, lambda x: copies.get(x, x), f"{node.name}_r", phase="backward")
+    copy = copy_op(graph, node, lambda x: copies.get(x, x), f"{node.name}_r", phase="backward")
     if not value.has_role(node, "param"):
         graph.set_role(copy, Role(AGAIN, node.name))
     return copy

@@ -23,7 +23,7 @@ from torch import fx
 from graphzero.errors import ConfigError
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_view
-from graphzero.ir.graph import StepGraph
+from graphzero.ir.graph import StepGraph, copy_op
 from graphzero.ir.storage.liveness import Liveness, StorageSpan, liveness
 from graphzero.ir.storage.roots import Storage, written_by
 from graphzero.ir.streams.instructions import begun_by
@@ -271,7 +271,7 @@ def _write_copies(graph: StepGraph, trips: Sequence[RoundTrip]) -> None:
 
         with graph.graph.inserting_before(first_reader):
             for view in trip.views:
-                back[view] = graph.copy_op(view, read, f"{view.name}_back", phase="backward")
+                back[view] = copy_op(graph, view, read, f"{view.name}_back", phase="backward")
         for reader in trip.late:
             reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), read)
 

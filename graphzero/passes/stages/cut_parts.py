@@ -19,7 +19,7 @@ from torch import fx
 from graphzero.errors import ConfigError
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_view
-from graphzero.ir.graph import StepGraph
+from graphzero.ir.graph import StepGraph, copy_op
 from graphzero.ir.pipeline_parts import (
     BACKWARD,
     BACKWARD_WEIGHT,
@@ -301,7 +301,7 @@ class _PartWriter:
             )
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        copy = self.part.graph.copy_op(node, self.read_value)
+        copy = copy_op(self.part.graph, node, self.read_value)
         copy.meta.pop("repeat", None)
         if node in self.cutter.roots:
             self._writes.append(copy)

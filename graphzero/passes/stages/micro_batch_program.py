@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import fx
 
 from graphzero.ir import value
-from graphzero.ir.graph import StepGraph
+from graphzero.ir.graph import StepGraph, copy_op
 from graphzero.ir.pipeline_stages import stages_of
 from graphzero.ir.value import Role
 from graphzero.ops import MOVE
@@ -38,7 +38,7 @@ def micro_batch_program(graph: StepGraph, stages: Collection[int]) -> StepGraph:
             if stage_of[x] is not None:
                 copies[x].meta["stage"] = stage_of[x]
     for node in nodes:
-        copies[node] = program.copy_op(node, copies.__getitem__)
+        copies[node] = copy_op(program, node, copies.__getitem__)
         copies[node].meta.pop("repeat", None)
     read_behind = {
         node.name: copies[node]
