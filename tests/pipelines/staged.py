@@ -92,15 +92,27 @@ def compare(model: nn.Module, marks: Mapping[str, int], where: gz.Placement, ste
     """Train copies of ``model`` with and without stages; returns the largest difference of outputs and states."""
     schedule = options.pop("schedule", "1f1b")
     staged = staged_graph(copy.deepcopy(model), marks, where, schedule, **options)
+    results = trained(staged, steps)
+    assert staged.stage_programs
+    return largest_difference(results, trained_whole(model, where, steps, **options))
+
+
+def trained_whole(model: nn.Module, where: gz.Placement, steps: int = 2, **options: Any) -> list[Tensor]:
+    """Outputs and states of a copy of ``model`` that is trained without stages."""
     whole = staged_graph(copy.deepcopy(model), None, where, **options)
-    results = []
-    for graph in (staged, whole):
-        torch.manual_seed(3)
-        outputs = [graph(*batch) for batch in batches(steps)]
-        results.append(tensors_of((outputs, graph.full_state_dict())))
-    assert len(results[0]) == len(results[1])
-    assert staged.stage_programs and not whole.stage_programs
-    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(*results, strict=True) if a.numel())
+    results = trained(whole, steps)
+    assert not whole.stage_programs
+    return results
+
+
+def trained(graph: TrainGraph, steps: int = 2) -> list[Tensor]:
+    torch.manual_seed(3)
+    outputs = [graph(*batch) for batch in batches(steps)]
+    return tensors_of((outputs, graph.full_state_dict()))
+
+
+def largest_difference(one: list[Tensor], other: list[Tensor]) -> float:
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(one, other, strict=True) if a.numel())
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
