@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import graphzero as gz
 from graphzero.runtime.transport.process_group_transport import ProcessGroupTransport
 from graphzero.runtime.world import process
+from graphzero.schedules import GENERATORS
 
 
 @contextmanager
@@ -57,9 +58,8 @@ def check_process_groups_of_several_placements_of_the_same_ranks() -> None:
 
 @slow
 def check_process_groups_in_all_schedules() -> None:
-    names = ("gpipe", "1f1b", "zb1p", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv")
     with process_groups():
-        for number, schedule in enumerate(names):
+        for number, schedule in enumerate(GENERATORS):
             stages = 2 if schedule in ("gpipe", "1f1b", "zb1p") else 4
             assert_same(
                 real(), model_of(tied=number % 2 == 0), stages_of(4, stages), schedule=schedule, stage=number % 4,
