@@ -2,10 +2,11 @@
 
 # Files that take longest in both stages, the longest first: two processes that take whole files then end together.
 LONGEST = (
-    "test_user_code.py", "test_stage_processes.py", "test_ops.py", "test_search.py", "test_nd_processes.py",
-    "test_out_forms.py", "test_stage_failures.py",
-    "test_resume.py", "test_parallelized_modules.py", "test_docs.py", "test_one_sided.py", "test_inductor.py",
-    "test_compiled_code.py", "test_state_processes.py", "test_random_layouts.py", "test_peers.py",
+    "test_docs.py", "test_user_code.py", "test_stage_processes.py", "test_ops.py", "test_random_layouts.py",
+    "test_out_forms.py", "test_exchanged_experts.py", "test_search.py", "test_nd_processes.py",
+    "test_stage_failures.py", "test_staged_parity.py", "test_auto_stages.py", "test_pipeline_budget.py",
+    "test_resume.py", "test_parallelized_modules.py", "test_one_sided.py", "test_inductor.py",
+    "test_compiled_code.py", "test_state_processes.py", "test_peers.py",
     "test_micro_batches.py", "test_too_large.py", "test_files_processes.py", "test_failures.py",
     "test_big_processes.py", "test_parity.py", "test_test_runs.py", "test_examples.py", "test_recomputed_steps.py",
     "test_recompute_choice.py", "test_tune_and_plan.py", "test_interrupts.py", "test_proposals.py",
