@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from graphzero._compat import arguments
 from graphzero.errors import SbpError
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
@@ -16,6 +17,7 @@ from graphzero.ir.text.printer import print_line
 from graphzero.ir.value import TensorType
 from graphzero.ops import ADAM, AS_GLOBAL, AS_LOCAL, FREE, PIN, SAME
 from graphzero.sbp import rank_call, registry
+from graphzero.sbp.registry import CallSignatures
 from graphzero.sbp.shards import nests
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import B, Nd, P, Sbp, parse_sbp
@@ -70,7 +72,13 @@ def signatures_of(
     if node.target in (AS_LOCAL, AS_GLOBAL):
         return _end_of_region(node, axis, tuple(stand))
     sections = {sbp.sections for sbp in stand if sbp is not None} - {1}
-    return allowed_on(node, graph.placement.hierarchy[axis], sections, pieces, part)
+    facts = [registry.rules_stamp(), node.target, *arguments(node), value.type_of(node)]
+    facts += map(value.type_of, operands_of(node, part))
+    known_facts, signatures = graph.rules.get((node, part), ((), None))
+    if signatures is None or len(facts) != len(known_facts) or not all(map(operator.is_, facts, known_facts)):
+        signatures = _signatures_of_call(node, part)
+        graph.rules[node, part] = facts, signatures
+    return _on_axis(node, signatures, graph.placement.hierarchy[axis], sections, pieces)
 
 
 def result_sbp(graph: StepGraph, node: fx.Node, axis: int, sbp: Sbp) -> Sbp | None:
@@ -78,24 +86,25 @@ def result_sbp(graph: StepGraph, node: fx.Node, axis: int, sbp: Sbp) -> Sbp | No
     return next((s.outputs[0] for s in signatures_of(graph, node, axis, [sbp]) if s.inputs[0] is sbp), None)
 
 
-def allowed_on(
-    node: fx.Node, ranks: int | None, sections: Collection[int] = (), pieces: int | None = None, part: int | None = None
-) -> tuple[Signature, ...]:
+def allowed_on(node: fx.Node, ranks: int | None, sections: Collection[int] = ()) -> tuple[Signature, ...]:
     """Signatures of the op at ``node`` on an axis of so many ranks, all-B first; the rest as of ``signatures_of``.
 
     ranks: None for any number of them.  Not of an end of per-rank code, which depends on the axis.
     """
+    return _on_axis(node, _signatures_of_call(node), ranks, sections)
+
+
+def _signatures_of_call(node: fx.Node, part: int | None = None) -> CallSignatures:
     op, args, kwargs = rank_call.of_whole(node.target, _args(node, part), value.own_kwargs(node))  # type: ignore[arg-type]
+    metas = [meta_of(arg) for arg in args], {name: meta_of(arg) for name, arg in kwargs.items()}
+    return registry.signatures_of_call(op, *metas, result_metas(node, part))
+
+
+def _on_axis(
+    node: fx.Node, signatures: CallSignatures, ranks: int | None, sections: Collection[int], pieces: int | None = None
+) -> tuple[Signature, ...]:
     try:
-        return registry.signatures(
-            op,
-            [meta_of(arg) for arg in args],
-            {name: meta_of(arg) for name, arg in kwargs.items()},
-            result_metas(node, part),
-            ranks=ranks,
-            pieces=pieces,
-            sections=sections,
-        )
+        return signatures.on_axis(ranks, sections, pieces)
     except SbpError as error:
         source = value.source_of(node)
         raise SbpError(f"{error}\n  > {print_line(node)}" + (f"    {source}" if source else "")) from None
@@ -138,6 +147,9 @@ def _counts_uneven_places(
     node: fx.Node, chosen: Iterable[Signature], shared: set[tuple[int, int]], shapes: Sequence[tuple[int, ...]]
 ) -> bool:
     """Return whether the op counts places of a dim that several axes cut, one of them in sections."""
+    entry = registry.entry_of(registry.base_of(node.target))  # type: ignore[arg-type]
+    if entry is None or entry.offset is None:
+        return False
     offset = rank_call.needed_offset(*rank_call.of_whole(node.target, node.args, value.own_kwargs(node)))  # type: ignore[arg-type]
     if offset is None:
         return False

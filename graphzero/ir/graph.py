@@ -25,6 +25,7 @@ from graphzero.ir.text.printer import print_graph
 from graphzero.ir.value import Role, TensorType, Type
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN, SAME
 from graphzero.sbp.placement import Placement
+from graphzero.sbp.registry import CallSignatures
 from graphzero.sbp.types import Nd, Sbp, replace_at
 
 PERSISTENT = ("param", "buffer", "state")  # kinds of placeholders that stay from step to step
@@ -53,6 +54,7 @@ class StepGraph:
         self._analyses: dict[Any, Any] = {}
         self._facts: list[Any] = []  # of the graph that they are of
         self.lawful: dict[Node, list[Any]] = {}  # what ``verify`` has looked at, and the facts that it went by
+        self.rules: dict[tuple[Node, int | None], tuple[list[Any], CallSignatures]] = {}  # see ``ir.calls``
 
     @property
     def fx(self) -> GraphModule:
@@ -134,7 +136,7 @@ class StepGraph:
 
     def forget(self) -> None:
         """Let go of what has been computed of the graph: it is some half of its memory again."""
-        self._facts, self._analyses, self.lawful = [], {}, {}
+        self._facts, self._analyses, self.lawful, self.rules = [], {}, {}, {}
 
     # ---- changing
 

@@ -101,7 +101,7 @@ class RuleEntry:
 
 
 _entries: dict[Op, RuleEntry] = {}
-_cache: dict[Any, tuple[Signature, ...]] = {}
+_cache: dict[Any, CallSignatures] = {}
 _equal: dict[tuple[Signature, ...], tuple[Signature, ...]] = {}  # one of each: calls of many shapes have the same
 _CACHED = 2**12  # calls whose signatures are kept: some 3 KB each
 _warned: set[Op] = set()
@@ -216,29 +216,45 @@ def signatures(
     none of which may be empty where the op cannot take that; by default ``ranks``.  An op without a rule gives all-B
     alone and warns once.
     """
+    return signatures_of_call(op, args, kwargs, outputs).on_axis(ranks, sections, pieces)
+
+
+class CallSignatures:
+    """Signatures of one call of an op, by how an axis cuts; see ``signatures``."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self._by_cut: dict[Any, tuple[Signature, ...]] = {}
+
+    def on_axis(
+        self, ranks: int | None = None, sections: Collection[int] = (), pieces: int | None = None
+    ) -> tuple[Signature, ...]:
+        """The signatures for an axis of so many ranks."""
+        key = (ranks, pieces, frozenset(sections))
+        allowed = self._by_cut.get(key)
+        if allowed is None:
+            allowed = _signatures(self.call, Cut(*key))
+            allowed = self._by_cut[key] = _equal.setdefault(allowed, allowed)
+        return allowed
+
+
+def signatures_of_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> CallSignatures:
+    """The signatures of a call for all axes; arguments as for ``signatures``."""
     _load()
     output_metas = (outputs,) if isinstance(outputs, TensorMeta) else tuple(outputs or ())
-    cut = _cut(ranks, pieces, frozenset(sections))
-    key = (op, frozen(tuple(args)), frozen(dict(kwargs)), output_metas, cut)
-    allowed = _cache.get(key)
-    if allowed is None:
+    key = (op, frozen(tuple(args)), frozen(dict(kwargs)), output_metas)
+    known = _cache.get(key)
+    if known is None:
         if len(_cache) >= _CACHED:
             _forget()
-        call = Call(op, with_scalars(tuple(args)), with_scalars(dict(kwargs)), output_metas)
-        allowed = _signatures(call, cut)
-        allowed = _cache[key] = _equal.setdefault(allowed, allowed)
-    return allowed
+        known = _cache[key] = CallSignatures(Call(op, with_scalars(tuple(args)), with_scalars(dict(kwargs)), output_metas))
+    return known
 
 
 def _forget() -> None:
     _cache.clear()
     _equal.clear()
     _bases.cache_clear()
-
-
-@lru_cache(maxsize=2**8)
-def _cut(ranks: int | None, pieces: int | None, sections: frozenset[int]) -> Cut:
-    return Cut(ranks, pieces, sections)
 
 
 def _signatures(call: Call, cut: Cut) -> tuple[Signature, ...]:
@@ -289,6 +305,11 @@ def is_offset_form(op: Op) -> bool:
     return op in _bases()
 
 
+def rules_stamp() -> object:
+    """An object that another one replaces when an op gets a rule; what has been computed by rules is then out of date."""
+    return _bases()
+
+
 @lru_cache(maxsize=1)
 def _bases() -> dict[Op, Op]:
     _load()
@@ -303,5 +324,5 @@ def _warn(op: Op) -> None:
             f"{name} has no SBP rule, so every rank gathers its operands and runs all of it: correct, but slower. "
             f'A rule is one line: graphzero.sbp.rule({name}, "mk,kn->mn")',
             NoRuleWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
