@@ -272,6 +272,8 @@ def inferring() -> Iterator[None]:
 
 
 arguments = attrgetter("_args", "_kwargs")  # of a node, as ``args`` and ``kwargs`` give them, in one step
+properties = attrgetter("target", "name", "_args", "_kwargs", "type")  # of a node, what may be replaced but ``meta``
+input_nodes = attrgetter("_input_nodes")  # of a node, what ``all_input_nodes`` copies: to be read at once
 
 # What assigning to them ends in; a node sets about all of its attributes as if each might be its name or target.
 _set_args: Any = torch.fx.Node.args.fset  # type: ignore[attr-defined]

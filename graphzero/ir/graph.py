@@ -53,7 +53,7 @@ class StepGraph:
         self._module: GraphModule | None = None
         self._analyses: dict[Any, Any] = {}
         self._facts: list[Any] = []  # of the graph that they are of
-        self.lawful: dict[Node, list[Any]] = {}  # what ``verify`` has looked at, and the facts that it went by
+        self.lawful: dict[Node, tuple[Any, ...]] = {}  # nodes that ``verify`` found correct, by which facts
         self.rules: dict[tuple[Node, int | None], tuple[list[Any], CallSignatures]] = {}  # see ``ir.calls``
 
     @property
@@ -180,7 +180,7 @@ class StepGraph:
         for node in self.graph.nodes:
             node.users.clear()
         for node in self.graph.nodes:
-            for operand in node.all_input_nodes:
+            for operand in _compat.input_nodes(node):
                 operand.users[node] = None
         self.graph.inserting_after()
         _compat.forget_names(self.graph)

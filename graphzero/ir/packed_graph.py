@@ -22,6 +22,7 @@ from torch import fx
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from graphzero import _compat
+from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 
 # Containers and numbers that are written as what they are made of; strings, ints, tuples and their kind always are.
@@ -47,8 +48,7 @@ class _Row(NamedTuple):
 
 
 class _Last(NamedTuple):
-    about: Facts
-    order: array[int]
+    about: list[Any]
     packed: PackedGraph
 
 
@@ -68,27 +68,22 @@ class PackedHistory:
 
     def add_copy(self, graph: StepGraph) -> PackedGraph:
         """The graph as it is now; the same object as the last time where nothing has changed since."""
-        facts = {node: _facts(node) for node in graph.nodes}
-        about = (graph, graph.graph, graph.name, graph.placement, graph.level, graph.stated, graph.is_read)
-        new = [node for node, node_facts in facts.items() if not self._has(node, node_facts)]
+        about = [graph, graph.graph, graph.name, graph.placement, graph.level, graph.stated, graph.is_read]
+        about += value.facts(graph.nodes)
         last = self._last
-        is_same = not new and last is not None and all(map(is_, about, last.about))
-        if is_same and last is not None and last.order == self._order(facts):
+        if last is not None and len(about) == len(last.about) and all(map(is_, about, last.about)):
             return last.packed
         if self._may_change:
             self._begin()
-            new = list(facts)
-        self._write_nodes(new, facts)
-        order = self._order(facts)
-        self._last = _Last(about, order, PackedGraph(graph, self._kept, order))
+        facts = {node: _facts(node) for node in graph.nodes}
+        self._write_nodes([node for node, node_facts in facts.items() if not self._has(node, node_facts)], facts)
+        order = array("I", [self._rows[node].number for node in facts])
+        self._last = _Last(about, PackedGraph(graph, self._kept, order))
         return self._last.packed
 
     def _has(self, node: fx.Node, facts: Facts) -> bool:
         row = self._rows.get(node)
         return row is not None and len(facts) == len(row.facts) and all(map(is_, facts, row.facts))
-
-    def _order(self, nodes: Mapping[fx.Node, Facts]) -> array[int]:
-        return array("I", [self._rows[node].number for node in nodes])
 
     def _write_nodes(self, nodes: list[fx.Node], facts: Mapping[fx.Node, Facts]) -> None:
         shared, rows, numbers = self._kept, self._rows, self._numbers
@@ -105,7 +100,7 @@ class PackedHistory:
 def _facts(node: fx.Node) -> Facts:
     """All properties of a node, as objects that are never changed, only replaced."""
     meta = node.meta
-    return (node.op, node.name, node.target, *_compat.arguments(node), node.type, *meta, *meta.values())
+    return (node.op, *_compat.properties(node), *meta, *meta.values())
 
 
 def _may_change(x: Any) -> bool:

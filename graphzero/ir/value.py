@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphzero._compat import arguments
+from graphzero._compat import properties
 from graphzero.sbp.signature import TensorMeta
 from graphzero.sbp.types import Nd
 
@@ -242,10 +242,13 @@ def facts(nodes: Iterable[fx.Node]) -> list[Any]:
     Arguments, types, SBPs and roles are never changed, only replaced.
     """
     all_facts: list[Any] = []
+    add, add_all = all_facts.append, all_facts.extend
     for node in nodes:
-        meta = node.meta.get
-        all_facts += (node, *arguments(node), meta("type"), meta("sbp"), meta("pins"), meta("role"), meta("phase"))
-        all_facts.append(meta("stage"))
+        meta = node.meta
+        add(node)
+        add_all(properties(node))
+        add_all(meta)
+        add_all(meta.values())
     return all_facts
 
 

@@ -247,7 +247,9 @@ def signatures_of_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], o
     if known is None:
         if len(_cache) >= _CACHED:
             _forget()
-        known = _cache[key] = CallSignatures(Call(op, with_scalars(tuple(args)), with_scalars(dict(kwargs)), output_metas))
+        known = _cache[key] = CallSignatures(
+            Call(op, with_scalars(tuple(args)), with_scalars(dict(kwargs)), output_metas)
+        )
     return known
 
 
@@ -306,7 +308,7 @@ def is_offset_form(op: Op) -> bool:
 
 
 def rules_stamp() -> object:
-    """An object that another one replaces when an op gets a rule; what has been computed by rules is then out of date."""
+    """An object that is replaced when an op gets a rule, for caches of what rules say."""
     return _bases()
 
 

@@ -250,6 +250,15 @@ def test_a_collective_makes_what_its_name_says_and_nothing_else(move: str) -> No
                 refused(moved(move, src, dst), f"'m' takes .* to .*, which {move.split('(')[0][:6]}|which .* does not")
 
 
+@pytest.mark.parametrize("move", MOVES)
+def test_a_graph_that_was_right_is_refused_again_and_again_once_an_operand_has_changed(move: str) -> None:
+    graph = parse(moved(move, *MOVES[move]))
+    verify(graph)
+    graph.node("x").meta["sbp"] = (S(0) if MOVES[move][0] == "S(1)" else S(1),)
+    for _ in range(2):
+        refused(graph, "'m' takes S\\(.\\) to .*, which")
+
+
 def test_a_collective_leaves_other_axes_alone() -> None:
     text = (
         "graph g(dp=2, tp=2) local\n  x = state(w) : f32[8, 4]  (S(0), S(1))\n"
@@ -263,6 +272,9 @@ def test_no_box_is_left_when_boxes_are_lowered() -> None:
     text = "graph g(dp=2) {}\n  m = state(w) : f32[4]  S(0)!\nupdate:\n  b = box(m) : f32[4]  B\n  return b\n"
     verify(parse(text.format("boxed")))
     refused(text.format("lowered"), "'b' is still a box\n(.|\n)*lower_boxing")
+    graph = verify(parse(text.format("boxed")))
+    graph.level = "lowered"
+    refused(graph, "'b' is still a box")
 
 
 # ---- storage and slots

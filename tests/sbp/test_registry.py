@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from graphzero.errors import SbpError
+from graphzero.ir.calls import signatures_of
+from graphzero.ir.text.parser import parse
 from graphzero.sbp import registry
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.rank_call import local_args
@@ -101,6 +103,13 @@ def test_a_rule_may_be_a_line_a_function_or_a_list_of_signatures(restored: None)
 def test_a_users_rule_replaces_the_one_that_was_there(restored: None) -> None:
     rule(aten.relu.default, "~...->...")
     assert lines(aten.relu.default, (M((4,)),), M((4,))) == ["B -> B", "S(0) -> S(0)"]
+
+
+def test_a_users_rule_is_the_rule_of_a_graph_that_has_asked_before(restored: None) -> None:
+    graph = parse("graph g(dp=2)\n  x = batch() : f32[4]\nforward:\n  y = relu(x) : f32[4]\n  return y\n")
+    assert Signature((P,), (P,)) not in signatures_of(graph, graph.node("y"), 0)
+    rule(aten.relu.default, lambda call: [Signature((P,), (P,))])
+    assert Signature((P,), (P,)) in signatures_of(graph, graph.node("y"), 0)
 
 
 def test_a_rule_that_cannot_be_read_is_refused_when_it_is_given() -> None:

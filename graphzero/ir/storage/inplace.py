@@ -47,9 +47,11 @@ def out_of(node: fx.Node) -> fx.Node | None:
 def outs_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
     """The ``out=`` of each result; empty without ``out=``."""
     outs = node.kwargs.get(value.OUT) if node.op == "call_function" else None
+    if outs is None:
+        return ()
     if isinstance(outs, (list, tuple)):
         return tuple(x if isinstance(x, fx.Node) else None for x in outs)
-    return () if outs is None else (out_of(node),)
+    return (out_of(node),)
 
 
 def room_of(x: fx.Node) -> fx.Node | None:
@@ -80,6 +82,8 @@ def may_overwrite(
     target, reads = node.target, (times if times is not None else times_read(node)).get(operand, 0)
     if target in OVER_OPERANDS:
         return reads == 1
+    if target not in ROW_BY_ROW and not kernel_forms.is_pointwise(target):
+        return reads == 0
     places = [i for i, arg in enumerate(node.args) if arg is operand]
     if len(places) < reads or (target in ROW_BY_ROW and len(places) > 1):  # it stands in a list, or has a name
         return False

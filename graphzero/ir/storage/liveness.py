@@ -197,7 +197,7 @@ class Liveness:
         category: dict[Storage, str] = {}
         gathered: set[Storage] = set()  # that hold parameters, whatever reads them later
         for node, results in self.roots.items():
-            role = value.role_of(node)
+            role, outlives = value.role_of(node), _outlives_forward(node)
             for storage in results:
                 if storage is None:
                     continue
@@ -205,7 +205,7 @@ class Liveness:
                 if role is not None and role.kind == "param":
                     gathered.add(storage)
                     known = "compute_parameters" if _is_copy_of(node, self._masters.get(role.of)) else known
-                category[storage] = _category(node, storage, known, storage in gathered)
+                category[storage] = _category(node, storage, known, storage in gathered, outlives)
         return category
 
     @cached_property
@@ -298,7 +298,15 @@ def _is_copy_of(node: fx.Node, itemsize: int | None) -> bool:
     return small is not None and itemsize is not None and small < itemsize
 
 
-def _category(node: fx.Node, storage: Storage, known: str, is_param: bool) -> str:
+def _outlives_forward(node: fx.Node) -> bool:
+    """Return whether anything but forward reads a value."""
+    return any(
+        value.phase_of(user) != "forward" or user.op == "output" or user.target is ops.to_host_launch
+        for user in node.users
+    )
+
+
+def _category(node: fx.Node, storage: Storage, known: str, is_param: bool, outlives: bool) -> str:
     if storage[0].op == "placeholder" or known in _SETTLED:
         return known
     if value.has_role(node, "gradient"):
@@ -309,8 +317,4 @@ def _category(node: fx.Node, storage: Storage, known: str, is_param: bool) -> st
         return "activations"
     if value.is_recomputed(storage[0]):
         return "activations" if not all(map(value.is_recomputed, node.users)) else known
-    outlives = any(
-        value.phase_of(user) != "forward" or user.op == "output" or user.target is ops.to_host_launch
-        for user in node.users
-    )
     return "activations" if outlives and value.phase_of(storage[0]) == "forward" else known

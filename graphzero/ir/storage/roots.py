@@ -45,9 +45,8 @@ def _roots(node: fx.Node, roots: Roots) -> tuple[Storage | None, ...]:
     moves = awaited(node)
     if moves is not None and moves.is_direct:
         return roots[moves.node]
-    if inplace.outs_of(node):
-        rooms = enumerate(inplace.outs_of(node))
-        return tuple((node, i) if room is None else roots[room][0] for i, room in rooms)
+    if rooms := inplace.outs_of(node):
+        return tuple((node, i) if room is None else roots[room][0] for i, room in enumerate(rooms))
     if node.op == "call_function" and is_view(node.target):
         return (roots[node.args[0]][0],) * len(types)  # type: ignore[index]
     return tuple((node, i) if isinstance(t, TensorType) else None for i, t in enumerate(types))

@@ -4,6 +4,7 @@ its name says, where the axes inside allow it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ _ENDS = {op: (COLLECTIVES[op.__name__].src, COLLECTIVES[op.__name__].dst) for op
 }
 
 
-def check_moves(graph: StepGraph, where: str) -> None:
-    """Raise VerifyError for the first box, and the first move that its name does not describe."""
-    for node in graph.nodes:
+def check_moves(graph: StepGraph, nodes: Iterable[fx.Node], where: str) -> None:
+    """Raise VerifyError for the first of the nodes that is a box, or a move that its name does not describe."""
+    for node in nodes:
         if node.target is ops.box:
             raise violation(node, where, f"'{node.name}' is still a box", "Run `lower_boxing`")
         if node.target in ops.MOVES:

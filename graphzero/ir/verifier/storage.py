@@ -67,10 +67,9 @@ class _StorageWalk:
             self.unchecked = None
         if node.target in ops.ASSIGNING:
             self._check_write(node, value.operand(node))
-        rooms = inplace.outs_of(node)
-        reads = _Reads(node, self.roots) if any(room is not None for room in rooms) else None
-        for i, room in enumerate(rooms):
-            if room is not None and reads is not None:
+        if rooms := [(i, room) for i, room in enumerate(inplace.outs_of(node)) if room is not None]:
+            reads = _Reads(node, self.roots)
+            for i, room in rooms:
                 self._check_write(node, room)
                 self._check_room(node, i, room, reads)
                 self._check_overwrite(node, room, reads)

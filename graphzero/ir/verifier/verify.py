@@ -9,13 +9,13 @@ what it allows, and a state leaves the step with the SBP it entered with.  From 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any
 
 from torch import fx
 
-from graphzero._compat import arguments
+from graphzero._compat import arguments, input_nodes
 from graphzero.errors import VerifyError
 from graphzero.ir import calls, value
 from graphzero.ir.aliases import ANNOTATIONS
@@ -52,12 +52,18 @@ def verify(graph: StepGraph, after: str = "", is_final: bool = True) -> StepGrap
     check_spaces(graph, where)
     examine(graph, where)
     if level >= LEVELS.index("propagated"):
-        _check_known(graph, where)
-        _check_ops(graph, where, boxed=level >= LEVELS.index("boxed"))
-    if level >= LEVELS.index("boxed"):
-        _check_results(graph, where)
+        laws = min(level, LEVELS.index("lowered"))
+        facts = {node: _facts(graph, node, laws) for node in graph.nodes}
+        changed = _changed(facts, graph.lawful)
+        _check_known(graph, changed, where)
+        for node in changed:
+            _check_one(graph, node, where, boxed=level >= LEVELS.index("boxed"))
+        if level >= LEVELS.index("boxed"):
+            _check_results(graph, where)
+        if level >= LEVELS.index("lowered"):
+            check_moves(graph, changed, where)
+        graph.lawful = facts  # not before the last of them is checked
     if level >= LEVELS.index("lowered"):
-        check_moves(graph, where)
         check_storage(graph, where)
         if is_final:
             check_streams(graph, where)
@@ -78,7 +84,7 @@ def examine(graph: StepGraph, where: str = "") -> None:
 def _check_order(graph: StepGraph, where: str) -> None:
     seen: set[fx.Node] = set()
     for node in graph.nodes:
-        for operand in node.all_input_nodes:
+        for operand in input_nodes(node):
             if operand not in seen:
                 raise VerifyError(
                     f"{where}'{node.name}' reads '{operand.name}', which is not made above it\n  "
@@ -127,19 +133,13 @@ def _check_updates(graph: StepGraph, where: str) -> None:
             raise violation(new, where, problem, "An update keeps shape and dtype; cast or reshape before it")
 
 
-def _check_known(graph: StepGraph, where: str) -> None:
-    for node in graph.nodes:
-        if node.op == "output" or value.is_scalar(node) or _was_known(graph, node):
+def _check_known(graph: StepGraph, nodes: Iterable[fx.Node], where: str) -> None:
+    for node in nodes:
+        if node.op == "output" or value.is_scalar(node):
             continue
         for result_type, sbp in value.results_of(node):
             if isinstance(result_type, TensorType):
                 _check_sbp(node, result_type, sbp, graph, where)
-
-
-def _was_known(graph: StepGraph, node: fx.Node) -> bool:
-    """Return whether the node was found right with this type and SBP, on this placement."""
-    known, meta = graph.lawful.get(node), node.meta.get
-    return known is not None and known[0] is graph.placement and known[1] is meta("type") and known[2] is meta("sbp")
 
 
 def _check_sbp(node: fx.Node, type_: TensorType, nd: Nd | None, graph: StepGraph, where: str) -> None:
@@ -156,25 +156,26 @@ def _check_sbp(node: fx.Node, type_: TensorType, nd: Nd | None, graph: StepGraph
         raise violation(node, where, problem, "Pin it to B on one of the axes")
 
 
-def _check_ops(graph: StepGraph, where: str, boxed: bool) -> None:
-    """Check each op that has changed since it was last found correct: a pass leaves most ops as they were."""
-    for node in graph.nodes:
-        facts = _facts(graph, node, boxed)
-        known = graph.lawful.get(node, ())
-        if len(known) != len(facts) or not all(map(is_, known, facts)):
-            _check_one(graph, node, where, boxed)
-            graph.lawful[node] = facts
+def _facts(graph: StepGraph, node: fx.Node, laws: int) -> tuple[Any, ...]:
+    """The facts that decide, with the first two of each operand, whether an op's SBPs are correct.
 
-
-def _facts(graph: StepGraph, node: fx.Node, boxed: bool) -> list[Any]:
-    """All facts that decide whether an op's SBPs are correct, as objects compared by identity: they are never
-    changed."""
+    They are objects compared by identity: they are never changed, only replaced.
+    """
     meta = node.meta.get
-    facts = [graph.placement, meta("type"), meta("sbp"), boxed, node.target, *arguments(node)]
-    for operand in node.all_input_nodes:
-        meta = operand.meta.get
-        facts += (meta("type"), meta("sbp"))
-    return facts
+    return (meta("type"), meta("sbp"), node.target, *arguments(node), graph.placement, laws)
+
+
+def _changed(facts: Mapping[fx.Node, tuple[Any, ...]], known: Mapping[fx.Node, tuple[Any, ...]]) -> list[fx.Node]:
+    """The nodes that are not as they were last found correct, or read what is not: a pass leaves most as they were."""
+    changed: list[fx.Node] = []
+    retyped: set[fx.Node] = set()
+    for node, own in facts.items():
+        before = known.get(node)
+        if before is not None and (own[0] is not before[0] or own[1] is not before[1]):
+            retyped.add(node)
+        if before is None or not all(map(is_, own, before)) or (retyped and not retyped.isdisjoint(input_nodes(node))):
+            changed.append(node)
+    return changed
 
 
 def _check_one(graph: StepGraph, node: fx.Node, where: str, boxed: bool) -> None:

@@ -95,20 +95,20 @@ def _added(node: fx.Node) -> fx.Node:
 def _join_level(graph: StepGraph, nodes: list[fx.Node], limit: int) -> None:
     at = liveness(graph)
     position = at.position
-    open_: dict[Any, list[fx.Node]] = {}
+    open_: dict[Any, _OpenBucket] = {}
     closed: list[list[fx.Node]] = []
     for node in sorted(nodes, key=position.__getitem__):
         moves = transfer_of(node)
         assert moves is not None
         key = _key(graph, moves, at.section[node])
-        members = open_.get(key)
+        bucket = open_.get(key)
         if _goes_alone(graph, moves):
             closed.append([node])
-        elif members is not None and _fits(members, node, position, limit, early=key[-1]):
-            members.append(node)
-        else:
-            open_[key] = [node]
-            closed.append(open_[key])
+            continue
+        if bucket is None or not bucket.takes(node, limit, early=key[-1]):
+            bucket = open_[key] = _OpenBucket(position)
+            closed.append(bucket.members)
+        bucket.add(node)
     for members in closed:
         _join(graph, members, position, early=is_early(members[0]))
 
@@ -129,13 +129,26 @@ def _goes_alone(graph: StepGraph, moves: Transfer) -> bool:
     return all(type_.shape[dim] % ranks == 0 for dim in moves.dims) and lies_in_long_runs(graph, lay_out(graph, moves))
 
 
-def _fits(members: list[fx.Node], node: fx.Node, position: dict[fx.Node, int], limit: int, early: bool) -> bool:
-    if sum(value.tensor_type(m).nbytes for m in (*members, node)) > limit:
-        return False
-    if node.target is ops.shift:  # what goes round leaves when it is there, to travel beside what is computed next
-        return position[node] == position[members[-1]] + 1
-    first_reader = min((position[user] for m in members for user in _readers(m)), default=len(position))
-    return early or first_reader > position[node]
+class _OpenBucket:
+    """Transfers that are to be joined, and that others may join."""
+
+    def __init__(self, position: dict[fx.Node, int]) -> None:
+        self.members: list[fx.Node] = []
+        self._position, self._nbytes, self._first_reader = position, 0, len(position)
+
+    def takes(self, node: fx.Node, limit: int, early: bool) -> bool:
+        """Return whether a transfer may join them."""
+        at = self._position[node]
+        if self._nbytes + value.tensor_type(node).nbytes > limit:
+            return False
+        if node.target is ops.shift:  # what goes round leaves when it is there, to travel beside what is computed next
+            return at == self._position[self.members[-1]] + 1
+        return early or self._first_reader > at
+
+    def add(self, node: fx.Node) -> None:
+        self.members.append(node)
+        self._nbytes += value.tensor_type(node).nbytes
+        self._first_reader = min([self._first_reader, *(self._position[user] for user in _readers(node))])
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
