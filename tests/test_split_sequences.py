@@ -178,6 +178,40 @@ def test_a_step_of_rings_is_that_of_plain_pytorch(sizes, options, padded, heads,
     assert not splits_of_attention(graph) and block_count(graph) == 2 * sizes["cp"] * options.get("micro_batches", 1)
 
 
+def heads_graph(model, heads_of) -> TrainGraph:
+    """A ring of two ranks in an attention to the keys and values of another one."""
+
+    def loss(model, x):
+        q, k, v = heads_of(model, x)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.scaled_dot_product_attention(y, v, k).square().mean()
+
+    graph = TrainGraph(model, loss, torch.optim.SGD(model.parameters()), placement=placed(cp=2))
+    graph.config.set_input("x", sbp=S(1))
+    graph.config.set_split_attention("ring")
+    report = gz.check(graph, torch.randn(1, 16, WIDTH), dtype=torch.float64, rtol=1e-9)
+    assert report, str(report)
+    return graph
+
+
+def test_the_query_of_an_attention_may_be_the_result_of_another() -> None:
+    """Whose backward reads that result too."""
+    model = nn.Linear(WIDTH, 3 * WIDTH)
+    graph = heads_graph(model, lambda model, x: model(x).unflatten(-1, (3, -1, DIM)).permute(2, 0, 3, 1, 4))
+    assert block_count(graph) == 2 * 2 * 2
+
+
+def test_keys_that_cannot_go_round_are_gathered_and_the_reason_is_given() -> None:
+    def heads_of(model, x):
+        keys = x.unflatten(-1, (-1, DIM)).transpose(1, 2)  # without gradients
+        return model(x).unflatten(-1, (-1, DIM)).transpose(1, 2), keys, keys
+
+    graph = heads_graph(nn.Linear(WIDTH, WIDTH), heads_of)
+    assert block_count(graph) == 0
+    (line,) = (line for line in graph.plan.decisions if "do not go round" in line)
+    assert line.startswith("'attention' (") and "and 1 more: keys are gathered" in line and "gradients of keys" in line
+
+
 def block_count(graph: TrainGraph) -> int:
     """How many blocks of keys the attention of a program reads, in forward and backward of each micro-batch."""
     return sum(node.target in (ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD) for node in graph.program.nodes)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from torch import fx
+
+from graphzero.ir import value
 from graphzero.passes import Options, SplitAttention
+from graphzero.passes.boxing.ring_attention import RingAttention
 from graphzero.passes.place.attention_choice import AUTO_WAY, AttentionChoice, ways_by_axis, ways_text
 from graphzero.passes.place.attention_ways import WAYS
 from graphzero.plan.budget import Budget
@@ -54,7 +58,23 @@ def describe_ways(candidate: Candidate) -> list[str]:
     alike: dict[tuple[str, str, str], list[AttentionChoice]] = {}
     for choice in _choices(candidate):
         alike.setdefault((choice.axis, choice.taken, choice.why), []).append(choice)
-    return [_line(several) for several in alike.values()]
+    return [*(_line(several) for several in alike.values()), *_gathers(candidate)]
+
+
+def _gathers(candidate: Candidate) -> Iterator[str]:
+    """Words on attention that was to have a ring, and gathers keys."""
+    record = next((record for record in candidate.history if isinstance(record.pass_, RingAttention)), None)
+    if record is None:
+        return
+    assert isinstance(record.pass_, RingAttention)
+    alike: dict[str, list[fx.Node]] = {}
+    for node, why in record.pass_.gathers(record.before).items():
+        alike.setdefault(why, []).append(node)
+    for why, nodes in alike.items():
+        source = value.source_of(nodes[0])
+        line = f" ({source})" if source else ""
+        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        yield f"'{nodes[0].name}'{line}{more}: keys are gathered and do not go round, because {why}"
 
 
 def _line(choices: Sequence[AttentionChoice]) -> str:

@@ -20,11 +20,11 @@ from graphzero.ir import calls, ops, value
 from graphzero.ir.aliases import is_copy, is_plain_view
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
-from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD
+from graphzero.ops import ATTENTION, ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD
 from graphzero.ops.attention_contract import wide
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.place.attention_choice import way_on
-from graphzero.passes.place.attention_ways import RING, SEQUENCE, has_equal_pieces
+from graphzero.passes.place.attention_ways import RING, SEQUENCE, backward_ops, has_equal_pieces
 from graphzero.sbp.shards import cutting
 from graphzero.sbp.types import Sbp, replace_at
 
@@ -73,10 +73,18 @@ class RingAttention(BuiltinPass):
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         for node in [node for node in graph.nodes if node.target is ATTENTION]:
-            ring = find_ring(graph, node)
-            if ring is not None and way_on(self.split_attention, ring.axis) == RING:
+            if self._is_wanted(graph, node) and isinstance(ring := find_ring(graph, node), AttentionRing):
                 ring.write_blocks()
         return graph
+
+    def gathers(self, graph: StepGraph) -> dict[fx.Node, str]:
+        """Attention that was to have a ring, and the reason why its keys are gathered."""
+        nodes = [node for node in graph.nodes if node.target is ATTENTION and self._is_wanted(graph, node)]
+        return {node: why for node in nodes if isinstance(why := find_ring(graph, node), str)}
+
+    def _is_wanted(self, graph: StepGraph, node: fx.Node) -> bool:
+        travelling = [keys for x in value.tensor_operands(node)[1:3] if (keys := _gathered(x)) is not None]
+        return any(way_on(self.split_attention, str(keys.collective.args[2])) == RING for keys in travelling)
 
 
 @dataclass(frozen=True)
@@ -232,28 +240,28 @@ def _widened(type_: TensorType) -> TensorType:
 # ---- where a ring is possible
 
 
-def find_ring(graph: StepGraph, node: fx.Node) -> AttentionRing | None:
-    """The ring of an attention; None where keys are not gathered, or not as pieces of the queries' sequence."""
+def find_ring(graph: StepGraph, node: fx.Node) -> AttentionRing | str:
+    """The ring of an attention, or the reason why its keys cannot go round."""
     q, *operands = value.tensor_operands(node)[:3]
     travelling = tuple(keys for x in operands if (keys := _gathered(x)) is not None)
     axes = {keys.collective.args[2] for keys in travelling}
     if len(travelling) < 2 or len(axes) > 1:
-        return None
+        return "keys and values are not gathered along the same axis, as they are"
     axis = str(axes.pop())
     number, hierarchy = graph.placement.axis(axis), graph.placement.hierarchy
     nd, length = cutting(value.nd_of(q), hierarchy), value.tensor_type(q).shape[SEQUENCE]
     split = nd[number]
     if [sbp for sbp in nd if sbp.is_split and sbp.dim == SEQUENCE] != [split]:
-        return None
+        return "queries are split along another axis, or several"
     if not has_equal_pieces(split, length, hierarchy[number]):
-        return None
+        return f"{length} positions are not pieces of equal length"
     if any(value.tensor_type(x).shape[SEQUENCE] != length for x in operands):
-        return None
+        return f"keys and values are not those of the {length} positions of the queries"
     if any(_split_operand(graph, number, keys) is not split for keys in travelling):
-        return None
-    gradients = {op: _reduced(graph, number, op) for op in _backward(node)}
+        return "keys and values are not split as queries are"
+    gradients = {op: _reduced(graph, number, op) for op in backward_ops(node)}
     if any(len(one) < 2 for one in gradients.values()):
-        return None
+        return "the gradients of keys and values are not both reduced to the pieces of the ranks right behind backward"
     return AttentionRing(graph, axis, node, travelling, gradients)
 
 
@@ -279,11 +287,6 @@ def _seen_through(graph: StepGraph, axis: int, views: Sequence[fx.Node], sbp: Sb
     for node in views:
         sbp = calls.result_sbp(graph, node, axis, sbp) if sbp is not None else None
     return sbp
-
-
-def _backward(node: fx.Node) -> list[fx.Node]:
-    users = [user for result in node.users for user in result.users]
-    return list(dict.fromkeys(user for user in users if user.target is ATTENTION_BACKWARD))
 
 
 def _reduced(graph: StepGraph, axis: int, backward: fx.Node) -> tuple[Travelling, ...]:

@@ -238,8 +238,7 @@ class SplitSequence:
 
     @cached_property
     def _backward(self) -> tuple[fx.Node, ...]:
-        users = [user for i in (0, 1) for result in _results(self.node, i) for user in result.users]
-        return tuple(dict.fromkeys(user for user in users if user.target is ATTENTION_BACKWARD))
+        return backward_ops(self.node)
 
     def _can_split(self, sbp: Sbp) -> bool:
         """Return whether forward and backward can run with queries split so, beside what they do on other axes."""
@@ -247,6 +246,15 @@ class SplitSequence:
             return False
         signatures = [(op, _signature(self.axis, op, sbp)) for op in (self.node, *self._backward)]
         return all(signature is not None and not self.axis.misfit(op, signature) for op, signature in signatures)
+
+
+def backward_ops(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The backward of an attention: ops that read its logsumexp.
+
+    Its result may also be an operand of another attention, whose backward reads it too.
+    """
+    users = (user for result in _results(node, 1) for user in result.users)
+    return tuple(dict.fromkeys(user for user in users if user.target is ATTENTION_BACKWARD))
 
 
 def _argument(node: fx.Node, name: str) -> object:
