@@ -6,6 +6,7 @@ again: ``Variants`` goes on from the record of the last pass that both have.  No
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -16,6 +17,8 @@ from graphzero.ir.storage.arena import Arena
 from graphzero.passes import Options, Pass, Pipeline, Record, default_passes
 from graphzero.passes.base import BuiltinPass
 from graphzero.plan.plan import Plan, memory_of, plan_of
+
+YOUNG = 1  # generations of the collector in which is what compiling has made since the last round
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Variants:
 
     def draft(self, options: Options, own_until: str) -> StepGraph:
         """The graph of ``candidate`` for its plan alone: it is not verified, which takes most of the time."""
+        gc.collect(YOUNG)  # the last draft: graphs are cycles
         return run_unverified(self._run_passes(default_passes(options, self.own, until=own_until)), options, own_until)
 
     @property

@@ -10,6 +10,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.logs import phase
 from graphzero.ops import CHECK
+from graphzero.plan.variants import YOUNG
 from graphzero.runtime.record import cuda_graph
 from graphzero.runtime.record.garbage import collector_at_rest
 from graphzero.sbp.placement import Placement
@@ -18,8 +19,6 @@ from graphzero.step.build_call import BuildCall
 from graphzero.step.input_transform import active_transform
 from graphzero.step.pass_settings import program_of
 from graphzero.step.program import ProgramPart, StepProgram
-
-YOUNG = 1  # generations of the collector in which is what compiling has made
 
 
 @collector_at_rest()  # each round of its own would look at all that compiling has made

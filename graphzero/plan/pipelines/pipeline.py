@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from graphzero.plan.device import Device
 from graphzero.plan.pipelines.pipeline_memory import PipelineMemory
 from graphzero.plan.pipelines.pipeline_seconds import pipeline_seconds
 from graphzero.plan.plan import MemoryPlan, PipelineEdge, PipelinePlan, Plan, is_average, plan_of
-from graphzero.plan.variants import Candidate, Variants, run_unverified
+from graphzero.plan.variants import YOUNG, Candidate, Variants, run_unverified
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.placement import Placement
 from graphzero.schedules import (
@@ -80,6 +81,7 @@ class PipelinePrograms:
         return {member: memory.plan_member(member).memory for member in members}
 
     def _drafted_parts(self, options: Options, members: Collection[int]) -> tuple[StepGraph, PipelineParts]:
+        gc.collect(YOUNG)  # the last draft: graphs are cycles
         flat = self._drafted_flat(options)
         parts = cut_parts(flat, self.splits_backward)
         for part in parts.parts:
