@@ -216,7 +216,7 @@ class Checkpointed(Net):
 
     def run_layers(self, x: Tensor, start: int) -> Tensor:
         for layer in self.layers[start : start + self.count]:
-            x = layer(x)
+            x = layer(x + torch.arange(8) / 8)
         return x
 
     def forward(self, x: Tensor) -> Tensor:
