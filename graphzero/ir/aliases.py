@@ -96,6 +96,11 @@ def is_view(target: Any) -> bool:
     return alias_kind(target) not in (None, AliasKind.COPY)
 
 
+def is_read_only_view(target: Any) -> bool:
+    """Return whether the op's results lie in the storage of its first operand, and it writes nothing there."""
+    return is_view(target) and target not in ops.WRITING
+
+
 def is_whole_view(target: Any) -> bool:
     """Return whether the op shows all values of its operand in other dims."""
     return alias_kind(target) in _WHOLE

@@ -1,9 +1,10 @@
-"""How a Graph runs a step, drawn: placement, splits of weights, ZeRO, micro-batches, recomputation, tiles, buckets."""
+"""How a Graph runs a step, drawn: placement, splits of weights, ZeRO, micro-batches, recomputation, offload, tiles."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+import tempfile
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -23,7 +24,8 @@ GRIDS: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True)
 class Layout:
-    """memory and budget: "checkpoint", or a share of what the step takes without it."""
+    """memory and budget: "checkpoint", or a share of what the step takes without it.  states: where optimizer states
+    are.  on_host: the share of activations that waits in host memory, at most."""
 
     hierarchy: tuple[int, ...] = (1,)
     names: tuple[str, ...] = ("dp",)
@@ -36,6 +38,8 @@ class Layout:
     arena: bool = True
     bucket: int | None = None
     placed: tuple[tuple[str, Any], ...] = ()
+    states: str = "device"
+    on_host: float | None = None
 
     def place(self) -> gz.Placement:
         ranks = torch.arange(prod(self.hierarchy)).reshape(self.hierarchy).tolist()
@@ -52,6 +56,11 @@ class Layout:
         config.bucket_bytes = self.bucket
         config.set_memory_budget(None)
         config.set_activation_memory("checkpoint" if self.memory == "checkpoint" else None)
+        self.offload(graph)
+
+    def offload(self, graph: gz.Graph, activations: int | None = None) -> None:
+        path = tempfile.gettempdir() if self.states == "file" else None  # in which files have no names
+        graph.config.enable_offload(self.states != "device", activations=activations, path=path)
 
     def fit(self, graph: gz.Graph, batch: tuple[Any, ...]) -> list[str]:
         """Set bytes for such a batch; what cannot be met is left out, and returned."""
@@ -60,6 +69,8 @@ class Layout:
             refused += _least(graph, batch, graph.config.set_activation_memory, self.memory, "activations")
         if self.budget is not None:
             refused += _least(graph, batch, graph.config.set_memory_budget, self.budget, "peak")
+        if self.on_host is not None:
+            refused += _least(graph, batch, lambda most: self.offload(graph, most), 1 - self.on_host, "activations")
         return refused
 
     def __str__(self) -> str:
@@ -96,12 +107,15 @@ def draw_layout(r: random.Random, model: nn.Module, whole_batch: bool, grid: Any
             zero["keep_gathered"] = True
     ranks = prod(n for n, name in zip(hierarchy, names, strict=True) if name in data)
     parts = [1] if whole_batch else [k for k in (1, 1, 2, 3) if ROWS % (ranks * k) == 0]
-    return Layout(
+    layout = Layout(
         hierarchy, names, zero, r.choice(parts), r.choice([1, 1, 2, 3]),
         r.choice([None, None, "checkpoint", "checkpoint", 0.6]), r.choice([None, None, None, None, 0.8, 2.0]),
         r.random() < 0.3, r.random() < 0.7, r.choice([None, None, 1, 200, 1000]),
         _placed(r, model, hierarchy, names),
     )  # fmt: skip
+    r = random.Random(str(layout))
+    states = r.choice(["device", "device", "memory", "file"])
+    return replace(layout, states=states, on_host=r.choice([None, 0.01, 0.4]))
 
 
 def _placed(r: random.Random, model: nn.Module, hierarchy: tuple[int, ...], names: tuple[str, ...]) -> tuple[Any, ...]:

@@ -194,11 +194,13 @@ class OfGraph(Run):
         try:
             found = dict(self.graph(*batch))
         except gz.ConfigError as error:  # bytes that were enough for another step
-            if "memory budget is" not in str(error) and "set_activation_memory(" not in str(error):
+            settings = "memory budget is", "set_activation_memory(", "enable_offload(activations"
+            if not any(setting in str(error) for setting in settings):
                 raise
             self.refused.append("bytes that were enough for another step")
             self.graph.config.set_memory_budget(None)
             self.graph.config.set_activation_memory(None)
+            self.layout.offload(self.graph)
             found = dict(self.graph(*batch))
         norms = self.graph.grad_norm
         clipping = [i for i, x in enumerate(self.case.steppings) if x.clip.norm is not None]

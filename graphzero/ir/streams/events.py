@@ -15,12 +15,14 @@ Copies between host memory and the device have a stream for each direction (``Ho
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from graphzero.ir import ops
+from graphzero.ir.aliases import is_read_only_view
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.storage.roots import Storage, read_by, written_by
@@ -139,7 +141,8 @@ class StreamEvents:
         node = one.node
         reads: set[Region] = {storage for _, storage in read_by(node, self.roots) if storage is not None}
         if one.kind is InstructionKind.CALL:
-            return reads, {*self._results(node), *written_by(node, self.roots)}
+            is_shown = node.target is operator.getitem or is_read_only_view(node.target)
+            return reads, {*(() if is_shown else self._results(node)), *written_by(node, self.roots)}
         moves = self.transfers[begun_by(node)]
         carried = {*self._carried(moves.node)}
         if one.kind is InstructionKind.PACK:

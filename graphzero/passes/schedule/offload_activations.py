@@ -22,7 +22,7 @@ from torch import fx
 
 from graphzero.errors import ConfigError
 from graphzero.ir import ops, value
-from graphzero.ir.aliases import is_view
+from graphzero.ir.aliases import is_read_only_view
 from graphzero.ir.graph import StepGraph, copy_op
 from graphzero.ir.storage.liveness import Liveness, StorageSpan, liveness
 from graphzero.ir.storage.roots import Storage, written_by
@@ -201,7 +201,7 @@ def _leading_to(readers: set[fx.Node], views: Sequence[fx.Node]) -> list[fx.Node
 
 def _can_be_made_again(view: fx.Node) -> bool:
     """Return whether a value is a view of one operand, one of several, or another name."""
-    is_shown = view.target is operator.getitem or (is_view(view.target) and view.target not in ops.WRITING)
+    is_shown = view.target is operator.getitem or is_read_only_view(view.target)
     return is_shown and len(view.all_input_nodes) == 1
 
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from graphzero.errors import ConfigError
 from graphzero.ir import ops, value
-from graphzero.ir.aliases import is_view
+from graphzero.ir.aliases import is_read_only_view, is_view
 from graphzero.ir.graph import StepGraph, copy_op
 from graphzero.ir.pipeline_parts import (
     BACKWARD,
@@ -129,9 +129,7 @@ class _PartCutter:
         if node.target is MOVE:  # of a state: its stage copies it before the step changes it
             home = self.stages[value.operand(node)]
             return PartKey(PROLOGUE, 0, home) if home is not None and not before else None
-        if value.is_scalar(node) or (
-            is_view(node.target) and node.target not in ops.WRITING and not self._is_moved_part(node)
-        ):
+        if value.is_scalar(node) or (is_read_only_view(node.target) and not self._is_moved_part(node)):
             return None
         if node.target is operator.getitem and (source := value.operand(node)) in self.keys:
             return self.keys[source]  # a result is handed over by itself, not with all others of its op
