@@ -91,6 +91,12 @@ def shorten_list(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def shorten_repr(value: object, most: int = 200) -> str:
+    """The value as Python shows it, cut behind so many characters."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def hides_frames(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, a public entry, whose GraphZeroErrors have short tracebacks."""
 

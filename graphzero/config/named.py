@@ -71,11 +71,11 @@ def with_input(inputs: tuple[InputSbp, ...], name: str, sbp: Any, placement: Pla
 def with_way(ways: str, way: str, axis: str | None, placement: Placement) -> str:
     """``ways`` of attention, and this one on an axis; on all axes if that is None.  Raises ConfigError for others."""
     said = f"set_split_attention({way!r}" + (f", axis={axis!r})" if axis is not None else ")")
-    if way not in CHOICES:
+    if not (isinstance(way, str) and way in CHOICES):
         raise ConfigError(f"{said}: {choices(CHOICES)}")
     if axis is None:
         return way
-    if axis not in placement.names:
+    if not (isinstance(axis, str) and axis in placement.names):
         raise ConfigError(f"{said}: {choices(placement.names)}, the axes of {placement!r}")
     named = {**ways_by_axis(ways), axis: way}
     return ways_text({"": named[""], **{name: named[name] for name in placement.names if name in named}})
@@ -85,7 +85,7 @@ def with_pass(passes: tuple[UserPass, ...], own: Callable[[Any], Any], after: st
     """``passes`` and this one, behind them.  Raises ConfigError for what is not a pass, or follows none."""
     _check_pass(own)
     known = (*pass_names(), *GROUPS, *(pass_name(one.own) for one in passes))
-    if after not in known:
+    if not (isinstance(after, str) and after in known):
         allowed = textwrap.fill(choices(known), 110, initial_indent="  ", subsequent_indent="  ")
         raise ConfigError(f"add_pass({pass_name(own)}, after={after!r}): no pass has that name;\n{allowed}")
     return (*passes, UserPass(own, after))

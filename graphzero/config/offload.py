@@ -26,7 +26,7 @@ class OffloadSettings(Checked):
     activations: int | str | None = setting(
         None,
         Check(
-            lambda x: x is None or x == "auto" or (type(x) is int and x >= 1),
+            lambda x: x is None or (isinstance(x, str) and x == "auto") or (type(x) is int and x >= 1),
             "give the bytes of activations that one rank may have on its device, an int of 1 or more, "
             '"auto" for what the memory budget leaves, or None for all',
         ),

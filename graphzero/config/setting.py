@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, TypeVar
 
-from graphzero.errors import ConfigError
+from graphzero.errors import ConfigError, shorten_repr
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class Setting:
     def refusal(self, value: Any) -> ConfigError:
         """The error for a value that its check does not take."""
         said = self.said or f"config.{self.name} = {{}}"
-        return ConfigError(f"{said.format(repr(value))}: {self.check.allowed}")
+        return ConfigError(f"{said.format(shorten_repr(value))}: {self.check.allowed}")
 
 
 def setting(default: T, check: Check, said: str = "", *, doc: str = "", in_program: bool = True) -> T:

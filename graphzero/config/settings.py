@@ -85,7 +85,7 @@ class Settings(Checked):
     activation_memory: int | str | None = setting(
         None,
         Check(
-            lambda x: x is None or x == "checkpoint" or (type(x) is int and x >= 1),
+            lambda x: x is None or (isinstance(x, str) and x == "checkpoint") or (type(x) is int and x >= 1),
             'give "checkpoint", the bytes that activations of one rank may take, an int of 1 or more, or None to hold '
             "them all",
         ),

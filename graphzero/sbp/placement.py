@@ -200,10 +200,12 @@ def placement(device_type: str, ranks: Any, names: Sequence[str] | None = None, 
     Raises PlacementError for another device type, ranks that repeat or are not whole numbers, and names that do not
     fit the hierarchy.
     """
-    if device_type not in DEVICE_TYPES:
+    if not (isinstance(device_type, str) and device_type in DEVICE_TYPES):
         raise PlacementError(f"unknown device type {device_type!r}; write one of {', '.join(DEVICE_TYPES)}")
+    if not isinstance(virtual, bool):
+        raise PlacementError(f"virtual={virtual!r}: say True or False")
     array = _checked_ranks(ranks)
-    return Placement(device_type, array, _checked_names(names, array.ndim), bool(virtual))
+    return Placement(device_type, array, _checked_names(names, array.ndim), virtual)
 
 
 def from_mesh(mesh: DeviceMesh) -> Placement:
@@ -250,6 +252,8 @@ def _checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...]:
         if ndim not in _DEFAULT_NAMES:
             raise PlacementError(f"ranks with {ndim} axes need names=, one per axis; only 1 or 2 axes have defaults")
         return _DEFAULT_NAMES[ndim]
+    if not isinstance(names, Iterable):
+        raise PlacementError(f"names={names!r}: give the name of each axis, a list of texts")
     chosen = (names,) if isinstance(names, str) else tuple(names)
     if len(chosen) != ndim:
         raise PlacementError(f"{len(chosen)} names {chosen!r} for ranks with {ndim} axes; give one name per axis")

@@ -83,15 +83,15 @@ def S(dim: int, sections: int = 1) -> Sbp:
 
     Raises SbpError for a negative dim: a rule for any rank of tensor needs one name per dim.
     """
+    if not isinstance(dim, int) or isinstance(dim, bool) or dim < 0:
+        raise SbpError(f"S({dim!r}): a split names a tensor dim by a number from 0 up; write the last one so too")
+    if not isinstance(sections, int) or isinstance(sections, bool) or sections < 1:
+        raise SbpError(f"S({dim}, {sections!r}): the sections of a dim are counted from 1 up")
     return _split(dim, sections)
 
 
 @cache
 def _split(dim: int, sections: int) -> Sbp:
-    if not isinstance(dim, int) or isinstance(dim, bool) or dim < 0:
-        raise SbpError(f"S({dim!r}): a split names a tensor dim by a number from 0 up; write the last one so too")
-    if not isinstance(sections, int) or isinstance(sections, bool) or sections < 1:
-        raise SbpError(f"S({dim}, {sections!r}): the sections of a dim are counted from 1 up")
     return Sbp("S", dim, sections)
 
 

@@ -10,6 +10,7 @@ from offload_toys import OPTIMIZERS, OffloadGraph, batch, differences, results_o
 
 import graphzero as gz
 from graphzero.plan.plan import mega
+from graphzero.runtime.world.host_copies import HostCopies
 from graphzero.testing import measure_step, strict_transfers
 
 
@@ -100,6 +101,20 @@ def test_the_device_holds_two_buckets_at_most():
     assert not at_once and most == max(a + b for a, b in zip(sizes, sizes[1:], strict=False))
 
 
+def test_nothing_is_under_way_behind_a_step_that_stops(monkeypatch):
+    """On a GPU the memory of a copy would go to somebody else, or Python read a state that is still arriving."""
+    copies = []
+
+    def end(self, target, on_host):
+        copies.append(self)
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(HostCopies, "end", end)
+    with strict_transfers(), pytest.raises(RuntimeError, match="stopped"):
+        offloaded(stage=1)(*batch())
+    assert copies[0]._under_way == {}
+
+
 # ---- files
 
 
@@ -144,6 +159,9 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_changes(tmp_pa
     with pytest.raises(gz.ConfigError, match=r"bytes of optimizer states do not go there: Not a directory\n  Nothing"):
         graph(*batch())
     assert all(torch.equal(x, before[name]) for name, x in graph.model.state_dict().items())
+    graph.config.enable_offload(path="a\0b")
+    with pytest.raises(gz.ConfigError, match="states do not go there: embedded null byte"):
+        graph(*batch())
     graph.config.enable_offload(path=tmp_path / "states")
     assert differences(results_of(graph), results_of(OffloadGraph(stage=1))) == []
 
@@ -178,8 +196,9 @@ def test_settings_say_what_is_wrong(tmp_path):
         config.enable_offload(2)
     with pytest.raises(gz.ConfigError, match="nothing would lie in that folder"):
         config.enable_offload(False, path=tmp_path)
-    with pytest.raises(gz.ConfigError, match=r"enable_offload\(path=''\): give the path of a folder"):
-        config.enable_offload(path="")
+    for path in ("", b"states"):
+        with pytest.raises(gz.ConfigError, match=r"enable_offload\(path=.*\): give the path of a folder"):
+            config.enable_offload(path=path)
     config.enable_offload(path=tmp_path)
     assert config.description == f"offload=states in {tmp_path}"
     config.enable_offload(False)

@@ -21,6 +21,7 @@ from graphzero.ir import value
 from graphzero.passes import Recompute
 from graphzero.testing import fake_world
 
+pytestmark = pytest.mark.strict
 needs_compiler = pytest.mark.skipif(which("g++") is None and "CXX" not in os.environ, reason="no C++ compiler here")
 
 

@@ -75,6 +75,8 @@ def test_it_prints_as_it_is_written_and_stays_short() -> None:
         (("cpu", [[[0]]]), "need names="),
         (("cpu", range(2), ("a", "b")), "2 names"),
         (("cpu", [[0, 1]], ("a", "a")), "occurs twice"),
+        (("cpu", [0, 1], 2), "names=2: give the name of each axis"),
+        (("cpu", [0, 1], None, "no"), "virtual='no': say True or False"),
         (("cpu", range(2), ("d p",)), "not an identifier"),
     ],
 )

@@ -28,6 +28,8 @@ from mixed_runs import Found, OfGraph
 
 import graphzero as gz
 
+pytestmark = pytest.mark.strict
+
 SMALL = (1, 4, 5, 6, 7, 9, 10, 12, 14, 15, 16)  # those of the first that take least
 SLOW_SMALL = (0, 2, 3, 8, 11, 13)
 SLOW = range(2000, 2006)

@@ -240,7 +240,6 @@ class Executor:
         if isinstance(inputs, ReleasedInputs):
             inputs.clear()
         self.world.forget()
-        self.world.host_copies.forget()
         at = -1
         casting = [kind for kind in self._autocasts if torch.is_autocast_enabled(kind)]
         no_autocast = _no_autocast(casting) if casting else nullcontext()
@@ -266,6 +265,7 @@ class Executor:
                 self.stopped = max(at, 0)
                 if isinstance(error, Exception):
                     self._explain(error, at, envs)
+                self.world.host_copies.forget()
                 raise
         return self._results(envs)
 

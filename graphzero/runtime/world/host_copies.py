@@ -88,11 +88,13 @@ class HostCopies:
             self._last_to_host = None
 
     def forget(self) -> None:
-        """Be done with what a stopped run has begun: a device ends it first."""
+        """Be done with what a run that stops has begun: on a device all ends before anybody has the memory again, and
+        before Python reads a state."""
         while self._under_way:
             handle = self._under_way.popitem()[1]
             if self.device.type != "cpu":
                 handle.wait()
+        self.finish()
 
 
 def room_space(graph: StepGraph, room: fx.Node, ranks: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ import tempfile
 import torch
 from torch import Tensor
 
+from graphzero import _compat
 from graphzero.errors import ConfigError
 
 
@@ -36,11 +37,12 @@ class MappedFile(mmap.mmap):
             with tempfile.TemporaryFile(dir=folder) as file:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
                 mapped = cls(file.fileno(), nbytes)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: of a path that no file can have
+            reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"enable_offload(path={folder!r}): {nbytes:,} bytes of {what} do not go there: "
-                f"{error.strerror or error}\n  Nothing has been changed. Give a folder that can be written, on a disk "
-                "with as much room for each rank of this host, or leave path out"
+                f"enable_offload(path={folder!r}): {nbytes:,} bytes of {what} do not go there: {reason}\n"
+                "  Nothing has been changed. Give a folder that can be written, on a disk with as much room for each "
+                "rank of this host, or leave path out"
             ) from None
         mapped.folder, mapped.used = folder, 0
         mapped.address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
@@ -64,8 +66,9 @@ class MappedFile(mmap.mmap):
         nbytes = x.numel() * x.element_size()
         if not nbytes:
             return torch.empty_like(x, device="cpu")
-        flat = torch.frombuffer(self, dtype=torch.uint8, count=nbytes, offset=offset).view(x.dtype)
-        return flat.as_strided(x.shape, torch.empty_like(x, device="meta").stride())
+        with _compat.no_modes():  # which would see views of a tensor that they have not seen
+            flat = torch.frombuffer(self, dtype=torch.uint8, count=nbytes, offset=offset).view(x.dtype)
+            return flat.as_strided(x.shape, torch.empty_like(x, device="meta").stride())
 
     def holds(self, x: Tensor) -> bool:
         """Return whether a tensor lies in the file."""
