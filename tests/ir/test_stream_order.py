@@ -29,8 +29,8 @@ from graphzero.ir.streams.events import (
     TO_HOST,
     EventWait,
     StreamEvent,
+    StreamEvents,
     StreamKernel,
-    list_events,
 )  # fmt: skip
 from graphzero.ir.streams.instructions import InstructionKind, InstructionList
 from graphzero.ir.streams.races import find_race
@@ -129,7 +129,7 @@ PROGRAMS: dict[str, tuple[Callable[[], StepGraph], set[str]]] = {  # and the str
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_law_objects_where_torchs_sanitizer_does(name: str) -> None:
     program_of, streams = PROGRAMS[name]
-    events = list_events(program_of())
+    events = StreamEvents(program_of()).all()
     assert {event.stream for event in events} >= {COMPUTE, *streams}
     assert find_race(events) is None and not find_race_by_torch(events)
     seen: Counter[tuple[str, bool]] = Counter()
@@ -184,7 +184,7 @@ backward:
 
 
 def test_what_is_reduced_along_two_axes_waits_between_them() -> None:
-    events = list_events(parse(IN_PLACE))
+    events = StreamEvents(parse(IN_PLACE)).all()
     assert find_race(events) is None
     first = next(event for event in events if isinstance(event, EventWait) and event.stream == COMPUTE)
     race = find_race([event for event in events if event is not first])
