@@ -23,7 +23,10 @@ from graphzero.runtime.record import cuda_graph, replay
 from graphzero.runtime.record.replay import Replayed
 from graphzero.testing import fake_world, measure_step, trace_step
 
-pytestmark = pytest.mark.same_kernels  # a replay runs the executor's ops outside of it
+pytestmark = [
+    pytest.mark.same_kernels,  # a replay runs the executor's ops outside of it
+    pytest.mark.at_once,  # strict transfers move data where a tape does not see it
+]
 STEPS = 8
 
 
