@@ -206,30 +206,55 @@ def _modules(*names: str) -> list[Any]:
     return [importlib.import_module(f"graphzero.{name}") for name in names]
 
 
+def timed_functions() -> list[tuple[str, Any, str]]:
+    """Functions that a compile calls beside passes: the row of each, and where it is looked up."""
+    base, variants, compiling = _modules("passes.base", "plan.variants", "step.compile_step")
+    packed, ir, delay = _modules("ir.packed_graph", "ir.graph", "passes.memory.delay_gradients")
+    return [
+        ("capture", compiling, "capture"),
+        ("plan", variants, "plan_of"),
+        ("laws of streams and launches", base, "check_streams"),
+        ("laws of streams and launches", base, "check_program_launches"),
+        ("copies for history", packed.PackedHistory, "add_copy"),
+        ("settle", ir.StepGraph, "settle"),
+        ("graphs made anew", packed.PackedGraph, "graph"),
+        ("graphs made anew", ir.StepGraph, "clone"),
+        ("order of gradients, estimated", delay.DelayGradients, "saved_share"),
+        ("order of gradients, the other program", variants, "run_unverified"),
+        ("collection of garbage", compiling.gc, "collect"),
+    ]
+
+
 class CompileClock:
     """The seconds that ``clock`` counts while Graphs compile, by part; made before they do."""
 
     def __init__(self, clock: Clock) -> None:
-        base, variants, compiling = _modules("passes.base", "plan.variants", "step.compile_step")
-        self.clock, self.seconds = clock, dict[str, float]()
-        compiling.capture = self._timed(compiling.capture, "capture")
-        variants.plan_of = self._timed(variants.plan_of, "plan")
+        (base,) = _modules("passes.base")
+        self.clock, self.seconds, self._inside = clock, dict[str, float](), False
+        for row, owner, name in timed_functions():
+            setattr(owner, name, self._timed(getattr(owner, name), row))
         base.time = SimpleNamespace(perf_counter=clock)  # for the seconds of each pass
 
     def parts(self, graph: gz.Graph, total: float) -> dict[str, float]:
         """Of the one Graph that was compiled, in ``total`` seconds."""
         parts = {"capture": self.seconds["capture"], **{record.name: record.seconds for record in graph.history}}
         parts["verify, all passes"] = sum(record.seconds_verify for record in graph.history)
-        parts["plan"] = self.seconds["plan"]
+        parts |= {row: seconds for row, seconds in self.seconds.items() if row != "capture"}
         parts["the rest"] = max(total - sum(parts.values()), 0.0)
         return parts
 
     def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        self.seconds[name] = 0.0
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            began = self.clock()
-            result = function(*args, **kwargs)
-            self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - began
-            return result
+            if self._inside:  # its seconds are those of the function that calls it
+                return function(*args, **kwargs)
+            began, self._inside = self.clock(), True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[name] += self.clock() - began
+                self._inside = False
 
         return call
 
