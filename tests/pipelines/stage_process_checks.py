@@ -221,7 +221,7 @@ def check_eager_code_sees_whole_parameters() -> None:
 @slow
 def check_check_agrees_with_plain_pytorch() -> None:
     where = real()
-    graph = graph_on(where, model_of(), stages_of(4, 2), stage=3, micro_batches=4, **ADAM)
+    graph = graph_on(where, model_of(layers=2), stages_of(2, 2), stage=3, micro_batches=2, **ADAM)
     batch = [share(x, where) for x in batches(1)[0]]
     report = gz.check(graph, *batch)
     assert report.agrees, report
