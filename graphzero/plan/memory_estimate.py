@@ -184,7 +184,7 @@ class MemoryEstimate:
 
         total = spans.resident + spans.bytes_over_time(begins, ends, position, length) + copied.bytes_over_time(length)
         self._subtract_overwritten(total, position, ends, insertions, copies, copied)
-        is_counted = np.array([k in copied.read and not self.is_parameter[k] for k in copied.storages], dtype=bool)
+        is_counted = np.array([k in copied.read and not self.is_parameter[k] for k in copied.begin], dtype=bool)
         own = bytes_held(begins[activations], ends[activations], spans.nbytes[activations], length)
         waiting = [i for i in dropped if i in self.waits and not is_gone[self.waits[i][0]]]
         for i in waiting:
@@ -274,10 +274,6 @@ class CopiedSpans:
     end: dict[int, int]
     read: set[int]
     nbytes: Bytes
-
-    @property
-    def storages(self) -> list[int]:
-        return list(self.begin)
 
     def bytes_over_time(self, count: int, chosen: NDArray[np.bool_] | None = None) -> Bytes:
         """Bytes of all, or of the chosen ones, at each of ``count`` positions."""

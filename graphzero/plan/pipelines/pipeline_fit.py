@@ -135,7 +135,7 @@ class PipelineFit:
         limits = Limits(budget.nbytes if budget is not None else ANY, limit)
         if not isinstance(activations, str) and limits == Limits():
             return self.options
-        if not self._has_backward:
+        if self.plain.pipeline is None or not self.plain.pipeline.schedule.has_backward:
             return self.options
         if isinstance(activations, str):
             chosen = {member: search.least()[0] for member, search in self.searches.items()}
@@ -164,11 +164,6 @@ class PipelineFit:
 
     def _needs_beside(self, others: Mapping[int, Ops], choices: Mapping[int, Ops]) -> dict[int, TriedProgram]:
         return self._drafted_needs(self._with({**others, **choices}), choices)
-
-    @property
-    def _has_backward(self) -> bool:
-        pipeline = self.plain.pipeline
-        return pipeline is not None and pipeline.schedule.has_backward
 
     def _with(self, chosen: Mapping[int, Ops]) -> Options:
         names = (name for member, ops in chosen.items() for name in self.searches[member].estimate.names_of(ops))

@@ -60,11 +60,9 @@ for _op, _block, _queries in ((ATTENTION_BLOCK, block, 0), (ATTENTION_BLOCK_BACK
     rule(_op, partial(_block, "Q"), nonempty=True, offset=_split)
 
 
-@rule(overloads("_scaled_dot_product_flash_attention_for_cpu"), nonempty=True)
-def flash_attention(call: Call) -> str:
-    return forward(_whole(call["is_causal"]), call["attn_mask"])
+def _flash(call: Call, line: Callable[..., str]) -> str:
+    return line(_whole(call["is_causal"]), call["attn_mask"])
 
 
-@rule(overloads("_scaled_dot_product_flash_attention_for_cpu_backward"), nonempty=True)
-def flash_attention_backward(call: Call) -> str:
-    return backward(_whole(call["is_causal"]), call["attn_mask"])
+rule(overloads("_scaled_dot_product_flash_attention_for_cpu"), partial(_flash, line=forward), nonempty=True)
+rule(overloads("_scaled_dot_product_flash_attention_for_cpu_backward"), partial(_flash, line=backward), nonempty=True)

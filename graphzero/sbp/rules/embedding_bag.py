@@ -3,6 +3,8 @@ split; bags of one length may be split as well."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 import graphzero.ops  # noqa: F401
@@ -20,21 +22,14 @@ def embedding_bag(call: Call) -> str:
     return f"{mark}_e,~_,~_,~_->_e,_:123,_:123,{places}:{'0123' if call['mode'] == MAX else '123'}"
 
 
-@rule(overloads("_embedding_bag_backward"), nonempty=True)
-def embedding_bag_backward(call: Call) -> str:
-    places = "_e" if call["mode"] == MAX else "_" * len(call["maximum_indices"].shape)
-    return f"_e,~_,~_,~_,~_,~{places},~_->_e"
+def _backward(call: Call, line: str) -> str:
+    return line.format(places="_e" if call["mode"] == MAX else "_" * len(call["maximum_indices"].shape))
 
 
-@rule(overloads("_embedding_bag_dense_backward"), nonempty=True)
-def embedding_bag_dense_backward(call: Call) -> str:
-    places = "_e" if call["mode"] == MAX else "_" * len(call["maximum_indices"].shape)
-    return f"_e,~_,~_,~_,~{places},~_->_e"
-
-
-@rule(overloads("_embedding_bag_per_sample_weights_backward"), nonempty=True)
-def embedding_bag_weights_backward(call: Call) -> str:
-    return "_e,_e,~_,~_,~_->_"
+_of_offsets = partial(_backward, line="_e,~_,~_,~_,~_,~{places},~_->_e")
+rule(overloads("_embedding_bag_backward"), _of_offsets, nonempty=True)
+rule(overloads("_embedding_bag_dense_backward"), partial(_backward, line="_e,~_,~_,~_,~{places},~_->_e"), nonempty=True)
+rule(overloads("_embedding_bag_per_sample_weights_backward"), "_e,_e,~_,~_,~_->_", nonempty=True)
 
 
 @rule(torch.ops.graphzero.bag.default)

@@ -34,16 +34,18 @@ GROUP_SIZES = {
 }
 
 
-@rule(overloads("native_group_norm"), sizes=GROUP_SIZES, nonempty=True)
-def group_norm(call: Call) -> str:
-    space = "_" * (len(call.shape) - 2)
-    return f"~nC{space},~C,~C->nC{space},nG,nG"
+GROUP_NORMS = {
+    "native_group_norm": "~nC{space},~C,~C->nC{space},nG,nG",
+    "native_group_norm_backward": "nC{space},~nC{space},~nG,~nG,~C->nC{space},C:0123,C:0",
+}
 
 
-@rule(overloads("native_group_norm_backward"), sizes=GROUP_SIZES, nonempty=True)
-def group_norm_backward(call: Call) -> str:
-    space = "_" * (len(call.shape) - 2)
-    return f"nC{space},~nC{space},~nG,~nG,~C->nC{space},C:0123,C:0"
+def _of_groups(call: Call, line: str) -> str:
+    return line.format(space="_" * (len(call.shape) - 2))
+
+
+for _name, _line in GROUP_NORMS.items():
+    rule(overloads(_name), partial(_of_groups, line=_line), sizes=GROUP_SIZES, nonempty=True)
 
 
 def _batch(call: Call, training: bool) -> str:
