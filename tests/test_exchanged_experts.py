@@ -300,7 +300,6 @@ WRONG: dict[str, tuple[Callable[[gz.GraphConfig], Any], str]] = {
     "a way that is not there": (lambda c: c.set_split_experts("drop"), "exchange"),
     "no room": (lambda c: c.set_split_experts("exchange", capacity=0), "above 0"),
     "room without end": (lambda c: c.set_split_experts("exchange", capacity=float("inf")), "above 0"),
-    "a recorded step": (lambda c: (c.set_cuda_graph(), c.set_split_experts("exchange")), "recorded step"),
 }
 
 
@@ -311,14 +310,39 @@ def test_settings_without_a_meaning_are_refused(case: str) -> None:
         call(TrainGraph(Mixture(), loss_of, placement=virtual(dp=2)).config)
 
 
-def test_pipeline_stages_refuse_an_exchange() -> None:
-    model: Any = model_of()
-    graph = TrainGraph(model, loss_of, torch.optim.SGD(model.parameters()), placement=virtual(pp=2, dp=2))
+def test_pipeline_stages_exchange_rows_with_room_for_all_since_they_cannot_stop() -> None:
+    model: Any = model_of(shared=False, bias=torch.tensor([0.0, 9, 0, 9]))
+    optimizer = torch.optim.SGD(model.parameters())
+    graph = TrainGraph(model, loss_of, optimizer, placement=virtual(pp=2, dp=2), stage=3, micro_batches=2)
     for part, stage in ((model.stem, 0), (model.first, 0), (model.second, 1), (model.head, 1)):
         graph.config.set_stage(part, stage)
-    exchanging(1.0)(graph)
-    with pytest.raises(ConfigError, match="pipeline stages do not work with set_split_experts"):
-        graph.compile(batch(0))
+    exchanging(0.5)(graph)
+    report = gz.check(graph, batch(0), dtype=torch.float64, rtol=1e-9)
+    assert report, str(report)
+    (line,) = graph.plan.decisions
+    assert line.startswith("experts split over dp: exchange with room for all rows")
+    assert "check(" not in str(graph.program)
+    assert graph.config.expert_capacity == 0.5 and any(c.kind == "all_to_all" for c in graph.plan.collectives)
+
+
+def test_auto_exchanges_rows_while_that_sends_least() -> None:
+    """And goes on with tokens where an exchange needs more room than these would send."""
+    model, place = model_of(shared=False, bias=torch.tensor([0.0, 9, 0, 9])), virtual(dp=4)
+    graph = TrainGraph(model, loss_of, torch.optim.SGD(model.parameters()), placement=place, stage=3).compile(batch(0))
+    (line,) = graph.plan.decisions
+    assert line.startswith("experts split over dp: exchange with room for 1.25 even shares") and is_exchanged(graph)
+    graph(batch(0))
+    (line,) = graph.plan.decisions
+    assert line.startswith("experts split over dp: tokens") and graph.config.expert_capacity == 2.5
+    assert gz.check(graph, batch(1), dtype=torch.float64, rtol=1e-9)
+
+
+def test_an_axis_whose_ranks_have_the_same_tokens_is_explained_too() -> None:
+    graph = train(model_of(shared=False), virtual(ep=2), S(0))
+    (line,) = graph.plan.decisions
+    sent = [c.bytes for c in graph.plan.collectives if c.kind == "all_reduce" and c.bytes >= TOKENS * WIDTH * 8]
+    assert line.startswith(f"experts split over ep: sums, {sum(sent) / 2:,.0f} B sent a rank (weights ")
+    assert len(sent) == 4
 
 
 def test_an_exchange_that_no_mixture_can_make_is_told() -> None:

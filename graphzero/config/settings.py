@@ -185,11 +185,6 @@ class Settings(Checked):
                 "set_cuda_graph() and enable_offload(): a recorded step has its own streams, and copies to and "
                 "from host memory have not been tried in one; leave one of them out"
             )
-        if self.cuda_graph and self.split_experts == "exchange":
-            raise ConfigError(
-                'set_cuda_graph() and set_split_experts("exchange"): a recorded step runs to its end, and one that '
-                "finds too little room for rows has to stop before its update; leave one of them out"
-            )
 
     @property
     def needs_budget(self) -> bool:

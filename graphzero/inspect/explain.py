@@ -82,7 +82,7 @@ class Explanation:
     """Result of ``explain``: the value's line, its source, and one choice per placement axis.
 
     places: of pipeline stages, in words: in which parts it is computed, and what hands it over.
-    ways: of attention over a split sequence: the way that was taken, why, and what each costs; of experts that a data
+    ways: of attention over a split sequence: the way that was taken, why, and what each costs; of experts that an
         axis splits: the way that was taken, and what each sends.
     """
 
@@ -128,7 +128,7 @@ def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
     ways = _ways(graph, node.name, links) if node.target is ATTENTION else []
     if program is not None and node.target is GROUPED_MM:
         choices = expert_choices(program.graph, program.history)
-        ways = [choice_line(program.graph, one, links) for one in choices if node.name in one.products]
+        ways = [choice_line(one) for one in choices if node.name in one.products]
     return Explanation(print_line(node), value.source_of(node), [_choice(axis, node) for axis in axes], places, ways)
 
 

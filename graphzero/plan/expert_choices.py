@@ -1,4 +1,4 @@
-"""The way that each mixture of experts takes on a data axis that splits its weights, beside what others would send."""
+"""The way that each mixture of experts takes on an axis that splits its weights, beside what others would send."""
 
 from __future__ import annotations
 
@@ -7,42 +7,38 @@ from collections.abc import Sequence
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import GROUPED_MM
 from graphzero.passes import Record
-from graphzero.passes.experts.expert_ways import WAYS, ExpertChoice
+from graphzero.passes.experts.expert_ways import ExpertChoice
 from graphzero.passes.experts.split_routing import SplitRouting
 from graphzero.plan.plan import format_seconds
-from graphzero.sbp.link_costs import Links
-from graphzero.sbp.placement import MICRO_BATCHES
 
 
 def expert_choices(program: StepGraph, history: Sequence[Record]) -> list[ExpertChoice]:
-    """The choices of a program, from what its passes did; none where no data axis splits experts."""
+    """The choices of a program, from what its passes did; none where no axis splits experts."""
     if not any(node.target is GROUPED_MM for node in program.nodes):
         return []
     record = next((record for record in history if isinstance(record.pass_, SplitRouting)), None)
     return record.pass_.take_ways(record.before) if record is not None else []  # type: ignore[attr-defined]
 
 
-def choice_line(program: StepGraph, choice: ExpertChoice, links: Links) -> str:
-    """A choice in words, with seconds where links are known."""
-    names = [name for name in program.placement.names if name != MICRO_BATCHES]
-    link = links[names.index(choice.axis)] if links else None
+def choice_line(choice: ExpertChoice) -> str:
+    """A choice in words, with seconds where the link is known."""
 
     def price(way: str) -> str:
-        seconds = f" in {format_seconds(choice.seconds(way, link))}" if link is not None else ""
+        seconds = f" in {format_seconds(choice.price(way))}" if choice.link is not None else ""
         return f"{choice.nbytes(way):,.0f} B{seconds}"
 
     room = f"{choice.capacity:g} even shares" if choice.capacity < choice.ranks else "all rows"
     how = f"{choice.way} with room for {room}" if choice.way == "exchange" else choice.way
-    others = ", ".join(f"{way} {price(way)}" for way in WAYS if way != choice.way)
+    others = ", ".join(f"{way} {price(way)}" for way in choice.transfers if way != choice.way)
     each = "rank and micro-batch" if choice.in_micro_batches else "rank"
     return f"experts split over {choice.axis}: {how}, {price(choice.way)} sent a {each} ({others})"
 
 
-def expert_lines(program: StepGraph, choices: Sequence[ExpertChoice], links: Links) -> list[str]:
+def expert_lines(choices: Sequence[ExpertChoice]) -> list[str]:
     """The choices in words, mixtures that are alike together."""
     modules: dict[str, list[str]] = {}
     for choice in choices:
-        modules.setdefault(choice_line(program, choice, links), []).append(choice.module)
+        modules.setdefault(choice_line(choice), []).append(choice.module)
     return [
         f"{line}: {names[0]}" + (f" and {len(names) - 1} more, each" if len(names) > 1 else "")
         for line, names in modules.items()

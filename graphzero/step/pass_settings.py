@@ -46,6 +46,9 @@ def program_of(
     if settings.gradient_accumulation_steps > 1:
         graph, placed = in_micro_batches(graph, settings, placed)
     options = options_of(settings, placed, pipeline_stages)
+    if settings.cuda_graph or pipeline_stages or settings.auto_stages is not None:
+        # such a step cannot stop on all ranks before its update, so an exchange has room for all rows
+        options = replace(options, expert_capacity=float(prod(graph.placement.hierarchy)))
     if pipeline_stages or settings.auto_stages is not None:
         decisions, device = list[str](), plain(whole.device_type)
         if settings.auto_stages is not None:
@@ -56,17 +59,20 @@ def program_of(
             options, decisions = replace(options, pipeline_stages=marks), [decision]
         programs = PipelinePrograms(graph, options, settings.user_passes, settings.pipeline, whole, verifies)
         candidate = choose_pipeline(programs, options, stages, budget, settings.activation_memory)
-        return with_seconds(candidate.decided(*decisions), device)
+        return with_seconds(candidate.decided(*decisions, *_expert_lines(candidate)), device)
     candidate = choose(
         graph, options, settings.user_passes, stages=stages, budget=budget,
         activations=settings.activation_memory, offload=settings.offload.activations, verifies=verifies,
     )  # fmt: skip
-    choices = expert_choices(candidate.graph, candidate.history)
-    candidate = candidate.decided(*expert_lines(candidate.graph, choices, settings.links))
+    candidate = candidate.decided(*_expert_lines(candidate))
     if not (settings.arena and settings.executor == "eager" and graph.placement.device_type == "cpu"):
         return candidate
     arena = arena_of(candidate.graph, settings.memory_budget)
     return candidate if arena is None else candidate.within(arena)
+
+
+def _expert_lines(candidate: Candidate) -> list[str]:
+    return expert_lines(expert_choices(candidate.graph, candidate.history))
 
 
 def _stage_request(
@@ -94,7 +100,6 @@ def check_pipeline(settings: Settings, members: int) -> None:
         "gradients anyway. To hold less, config.enable_zero(stage=3), config.set_memory_budget(bytes)",
         "enable_offload": settings.offload.is_on
         and "states split over the data ranks, config.enable_zero(stage=1), and config.set_activation_memory(...)",
-        "set_split_experts": settings.split_experts == "exchange" and 'config.set_split_experts("auto")',
         "set_cuda_graph": settings.cuda_graph and 'compiled parts, config.set_executor("inductor")',
     }
     for name, alternative in instead.items():

@@ -16,7 +16,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ops import CHECK, GROUPED_MM, ROOM_FOR_ROWS
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.experts.exchange_writer import ExchangeWriter
-from graphzero.passes.experts.expert_ways import AUTO_WAY, CAPACITY, WAYS, ExpertChoice, ExpertWays
+from graphzero.passes.experts.expert_ways import AUTO_WAY, CAPACITY, SUMS, WAYS, ExpertChoice, ExpertWays
 from graphzero.passes.experts.region_writer import RegionWriter
 from graphzero.passes.experts.routing_ops import SORTS
 from graphzero.passes.experts.sorted_rows import SortedRows
@@ -36,7 +36,8 @@ class SplitRouting(BuiltinPass):
     micro-batches.  What depends on the sort becomes per-rank code on the axes that split the rows.
 
     split_experts: how tokens and weights of experts come together on a data axis that splits these by expert:
-        "exchange", "tokens", "weights"; "auto": of the last two what sends fewer bytes.  See ``ExpertWays``.
+        "exchange", "tokens", "weights"; "auto": what sends fewest bytes, or takes fewest seconds if ``links`` are
+        given.  See ``ExpertWays``.
     expert_capacity: of an exchange, for how many rows of one rank another has room, over an even share of them.
     links: what communication costs on each axis, () for bytes.
 
@@ -98,8 +99,8 @@ class SplitRouting(BuiltinPass):
         return graph
 
     def take_ways(self, graph: StepGraph) -> list[ExpertChoice]:
-        """Rewrite the graph.  Returns the choices where a data axis splits the weights of experts."""
-        data_axes: list[AxisPropagation] = []
+        """Rewrite the graph.  Returns the choices where an axis splits the weights of experts."""
+        data_axes, others = list[AxisPropagation](), list[AxisPropagation]()
         local: set[fx.Node] = set()  # ops that are per-rank code on all data axes by now
         excesses, choices = list[fx.Node](), list[ExpertChoice]()
         for sort in [node for node in graph.nodes if node.target in SORTS]:
@@ -107,20 +108,21 @@ class SplitRouting(BuiltinPass):
                 continue
             if not data_axes or not all(_splits_rows(axis, sort) for axis in data_axes):
                 # rows of earlier mixtures, which are left split by now, may come to this sort split
-                data_axes = [axis for axis in swept(graph, self.links) if axis.is_data and axis.ranks > 1]
+                sweep = [axis for axis in swept(graph, self.links) if axis.ranks > 1]
+                data_axes, others = ([axis for axis in sweep if axis.is_data is is_data] for is_data in (True, False))
             axes = [axis for axis in data_axes if _splits_rows(axis, sort)]
-            for axis in data_axes if len(axes) < len(data_axes) else ():
+            for axis in (*data_axes, *others):
                 if axis not in axes:  # all ranks have these tokens already
                     whole = self._ways([axis], _sorted_rows(graph, sort, [axis]))
-                    choices += [one.choice("tokens") for one in whole]
+                    choices += [one.choice("tokens" if axis.is_data else SUMS) for one in whole]
             rows = _sorted_rows(graph, sort, axes)
             splitting = self._ways(axes, rows)
-            exchange = self._exchange(splitting)
-            while axes and exchange is None and self._gathers_tokens(axes[-1], splitting):
+            while self._gathers_tokens(splitting):
                 choices.append(splitting.pop().choice("tokens"))
-                axes.pop()  # inside of the others, so that their rows stay together
+                axes.pop()
                 rows = _sorted_rows(graph, sort, axes)
                 splitting = self._ways(axes, rows)
+            exchange = self._exchange(splitting)
             choices += [one.choice("exchange" if one is exchange else "weights") for one in splitting]
             numbers = [axis.axis for axis in axes]
             if exchange is None:
@@ -140,20 +142,20 @@ class SplitRouting(BuiltinPass):
 
     def _ways(self, axes: Sequence[AxisPropagation], rows: SortedRows) -> list[ExpertWays]:
         """The ways of a mixture on each axis that splits its weights."""
-        ways = (ExpertWays(axis, rows, self.expert_capacity) for axis in axes)
+        ways = (ExpertWays(axis, rows, self.expert_capacity, axis is axes[-1]) for axis in axes)
         return [one for one in ways if one.is_there]
 
     def _exchange(self, splitting: Sequence[ExpertWays]) -> ExpertWays | None:
         """The innermost axis along which rows are exchanged; None for none."""
-        able = [one for one in splitting if self.split_experts == "exchange" and one.may_exchange]
+        able = [one for one in splitting if one.may_exchange and self._way(one) == "exchange"]
         return able[-1] if able else None
 
-    def _gathers_tokens(self, axis: AxisPropagation, splitting: Sequence[ExpertWays]) -> bool:
-        """Return whether an axis gathers tokens of experts that it splits, and not weights."""
-        if not splitting or splitting[-1].axis is not axis or self.split_experts != AUTO_WAY:
-            return bool(splitting) and splitting[-1].axis is axis and self.split_experts == "tokens"
-        choice = splitting[-1].choice("tokens")
-        return choice.nbytes("tokens") < choice.nbytes("weights")
+    def _gathers_tokens(self, splitting: Sequence[ExpertWays]) -> bool:
+        """Return whether the innermost axis of the rows splits experts and gathers their tokens."""
+        return bool(splitting) and splitting[-1].is_innermost and self._way(splitting[-1]) == "tokens"
+
+    def _way(self, one: ExpertWays) -> str:
+        return one.cheapest if self.split_experts == AUTO_WAY else self.split_experts
 
 
 def _warn_of_none(graph: StepGraph) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from graphzero.errors import ScheduleError
 from graphzero.ir import value
@@ -34,6 +34,15 @@ CUT_BEFORE = "delay_gradients"  # the first pass that runs on each part by itsel
 DRAFTED_FROM = "micro_batches"  # the first pass that depends on what is chosen
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """The last draft, before anything is computed again.  history: up to ``DRAFTED_FROM``."""
+
+    passes: list[Pass]
+    graph: StepGraph
+    history: list[Record]
+
+
 class PipelinePrograms:
     """Programs of a captured step on pipeline stages, for a choice among them by what their ranks hold.
 
@@ -57,7 +66,7 @@ class PipelinePrograms:
         kinds = {single.kind for _, _, cell in self.schedule.cells() for single in cell.computations}
         self.splits_backward = ActionKind.BACKWARD_WEIGHT in kinds
         self.variants, self.placement = Variants(graph, own, verifies), placement
-        self._begun: tuple[list[Pass], StepGraph] | None = None  # the last draft, before anything is computed again
+        self._begun: _Begun | None = None
 
     def candidate(self, options: Options) -> Candidate:
         """The program of these options, as it runs."""
@@ -72,7 +81,7 @@ class PipelinePrograms:
     def draft(self, options: Options) -> Candidate:
         """The same for its plan alone: not verified, and without the user's passes from micro-batches on."""
         flat, parts = self._drafted_parts(options, range(self.schedule.ranks))
-        return self._planned(flat, parts, options, [])
+        return self._planned(flat, parts, options, self._begun.history if self._begun is not None else [])
 
     def draft_memory(self, options: Options, members: Collection[int]) -> dict[int, MemoryPlan]:
         """The memory of some members of ``pp`` in the draft, for which parts of other members are not made."""
@@ -92,10 +101,11 @@ class PipelinePrograms:
     def _drafted_flat(self, options: Options) -> StepGraph:
         """The draft before it is cut; what comes before values are computed again is that of the last one, if equal."""
         passes = default_passes(options, until="recompute")
-        if self._begun is None or self._begun[0] != passes:
+        if self._begun is None or self._begun.passes != passes:
             graph = self.variants.before(DRAFTED_FROM, options)
-            self._begun = passes, run_unverified(graph, options, DRAFTED_FROM, "recompute")
-        return run_unverified(self._begun[1].clone(), options, "recompute", CUT_BEFORE)
+            history = self.variants.history
+            self._begun = _Begun(passes, run_unverified(graph, options, DRAFTED_FROM, "recompute"), history)
+        return run_unverified(self._begun.graph.clone(), options, "recompute", CUT_BEFORE)
 
     def _planned(self, flat: StepGraph, parts: PipelineParts, options: Options, history: list[Record]) -> Candidate:
         program = self._scheduled(parts)

@@ -23,6 +23,7 @@ from graphzero.ir.aliases import is_copy
 from graphzero.passes import Options
 from graphzero.passes.memory.recompute import merge_gathers
 from graphzero.passes.stages.micro_batch_program import micro_batch_program
+from graphzero.plan.attention_fit import describe_ways, fitting_way
 from graphzero.plan.budget import ANY, Budget, Limits
 from graphzero.plan.memory_candidate import MemoryCandidate, hold_most
 from graphzero.plan.memory_estimate import MemoryEstimate, Ops
@@ -61,14 +62,23 @@ def choose_pipeline(
     budget, activations: of each rank.
     """
 
-    by_stage: dict[int, PipelineFit] = {}
+    fits_of: dict[tuple[int, str], PipelineFit] = {}
 
-    def at_stage(options: Options, fits: bool) -> Candidate:
-        if options.stage not in by_stage:
-            by_stage[options.stage] = PipelineFit(programs, gathered_once(options))
-        return by_stage[options.stage].program(budget, activations, fits)
+    def at_stage(options: Options, fits: bool = False) -> Candidate:
+        key = options.stage, options.split_attention
+        if key not in fits_of:
+            fits_of[key] = PipelineFit(programs, gathered_once(options))
+        return fits_of[key].program(budget, activations, fits)
 
-    taken, chosen = first_fitting(at_stage, options, [*stages], budget)
+    def smaller(options: Options, plain: Candidate) -> tuple[Options, Candidate]:
+        assert budget is not None
+        options, plain, line = fitting_way(options, budget, plain, at_stage)
+        lines.extend([line] if line else [])
+        return options, plain
+
+    lines: list[str] = []
+    taken, chosen = first_fitting(at_stage, options, [*stages], budget, smaller)
+    chosen = chosen.decided(*lines, *describe_ways(chosen))
     return described(programs.variants, taken, chosen) if taken.tiles > 1 else chosen
 
 
