@@ -389,7 +389,7 @@ class Graph:
         self._check_not_whole(what)
 
     def _check_not_whole(self, what: str) -> None:
-        who = full_tensors.open_graph_of(self._source.modules) if full_tensors.is_any_open() else ""
+        who = full_tensors.open_graph_of(self._source.modules)
         if who:
             raise ConfigError(
                 f"the Graph {self.name} is {what} within full_parameters() of {who}: its modules hold whole tensors "

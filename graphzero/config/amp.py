@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +11,14 @@ import torch
 from graphzero.capture import Precision, Scaling
 from graphzero.config.setting import YES_OR_NO, Check, Checked, setting, settings_of, whole_number
 from graphzero.errors import ConfigError
+from graphzero.sbp.link_costs import is_finite
 
 DTYPES = (torch.bfloat16, torch.float16)
 REDUCE_DTYPES = (*DTYPES, torch.float32)
 
 
-def _number(is_met: Any, allowed: str) -> Check:
-    def is_number(x: Any) -> bool:
-        return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) and bool(is_met(x))
-
-    return Check(is_number, allowed)
+def _number(is_met: Callable[[float], bool], allowed: str) -> Check:
+    return Check(lambda x: is_finite(x) and is_met(x), allowed)
 
 
 def _dtype(allowed: tuple[torch.dtype, ...], hint: str) -> Check:
@@ -35,48 +33,33 @@ class AmpSettings(Checked):
     bfloat16 parameters and states.  The others are of loss scaling, which is done where ``dtype`` is float16.
     """
 
+    method = "enable_amp"
+
     dtype: torch.dtype | None = setting(
         None,
         _dtype(DTYPES, "give torch.bfloat16, or torch.float16, which scales the loss; for none, enable_amp(False)"),
-        "enable_amp(dtype={})",
     )
     reduce_dtype: torch.dtype | None = setting(
         None,
         _dtype(REDUCE_DTYPES, "give torch.bfloat16, torch.float16 or torch.float32, or None for that of enable_amp"),
-        "enable_amp(reduce_dtype={})",
     )
     init_scale: float = setting(
         2.0**16,
         _number(lambda x: x > 0, "give what the loss is multiplied by at first, a number above 0, such as 2.0**16"),
-        "enable_amp(init_scale={})",
     )
-    growth_factor: float = setting(
-        2.0,
-        _number(lambda x: x > 1, "give what the scale grows by, a number above 1"),
-        "enable_amp(growth_factor={})",
-    )
+    growth_factor: float = setting(2.0, _number(lambda x: x > 1, "give what the scale grows by, a number above 1"))
     backoff_factor: float = setting(
-        0.5,
-        _number(lambda x: 0 < x < 1, "give what an overflow multiplies the scale by, a number between 0 and 1"),
-        "enable_amp(backoff_factor={})",
+        0.5, _number(lambda x: 0 < x < 1, "give what an overflow multiplies the scale by, a number between 0 and 1")
     )
     growth_interval: int = setting(
-        2000,
-        whole_number(1, "give the steps without an overflow after which the scale grows, an int from 1 up"),
-        "enable_amp(growth_interval={})",
+        2000, whole_number(1, "give the steps without an overflow after which the scale grows, an int from 1 up")
     )
-    hysteresis: int = setting(
-        1,
-        whole_number(1, "give the overflows after which the scale falls, an int from 1 up"),
-        "enable_amp(hysteresis={})",
-    )
+    hysteresis: int = setting(1, whole_number(1, "give the overflows after which the scale falls, an int from 1 up"))
     min_scale: float = setting(
-        1.0,
-        _number(lambda x: x >= 0, "give what the scale does not fall below, a number from 0 up"),
-        "enable_amp(min_scale={})",
+        1.0, _number(lambda x: x >= 0, "give what the scale does not fall below, a number from 0 up")
     )
-    consecutive_hysteresis: bool = setting(False, YES_OR_NO, "enable_amp(consecutive_hysteresis={})")
-    stochastic_rounding: bool = setting(False, YES_OR_NO, "enable_amp(stochastic_rounding={})")
+    consecutive_hysteresis: bool = setting(False, YES_OR_NO)
+    stochastic_rounding: bool = setting(False, YES_OR_NO)
 
     def __post_init__(self) -> None:
         super().__post_init__()

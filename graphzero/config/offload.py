@@ -17,11 +17,12 @@ class OffloadSettings(Checked):
     memory budget leaves, None for all.  path: the folder of the files that hold both; None for ordinary memory.
     """
 
+    method = "enable_offload"
+
     states: bool = setting(False, YES_OR_NO, "enable_offload({})")
     path: str | None = setting(
         None,
         Check(lambda x: x is None or (isinstance(x, str) and x != ""), "give the path of a folder, or None for memory"),
-        "enable_offload(path={})",
     )
     activations: int | str | None = setting(
         None,
@@ -30,7 +31,6 @@ class OffloadSettings(Checked):
             "give the bytes of activations that one rank may have on its device, an int of 1 or more, "
             '"auto" for what the memory budget leaves, or None for all',
         ),
-        "enable_offload(activations={})",
     )
 
     def __post_init__(self) -> None:

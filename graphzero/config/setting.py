@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from graphzero.errors import ConfigError, shorten_repr
 
@@ -81,15 +81,22 @@ def setting(default: T, check: Check, said: str = "", *, doc: str = "", in_progr
 
 def settings_of(kind: type[Checked]) -> dict[str, Setting]:
     """Settings of a dataclass by name, in the order of its fields."""
-    return {one.name: Setting(one.name, one.default, **one.metadata) for one in fields(kind)}
+    settings = {}
+    for one in fields(kind):
+        said = one.metadata["said"] or (f"{kind.method}({one.name}={{}})" if kind.method else "")
+        settings[one.name] = Setting(one.name, one.default, **{**one.metadata, "said": said})
+    return settings
 
 
 @dataclass(frozen=True, repr=False)
 class Checked:
     """Base of frozen dataclasses whose fields are settings: none of them holds a value that its check refuses.
 
+    method: of GraphConfig, which has an argument for each field; "" where each has a method of its own.
     Raises ConfigError for such a value.
     """
+
+    method: ClassVar[str] = ""
 
     @property
     def _fields(self) -> Collection[Setting]:

@@ -78,9 +78,7 @@ class Settings(Checked):
         "set_memory_budget({})",
     )
     gradient_accumulation_steps: int = setting(
-        1,
-        whole_number(1, "give the number of micro-batches, 1 or more"),
-        "set_gradient_accumulation_steps({})",
+        1, whole_number(1, "give the number of micro-batches, 1 or more"), "set_gradient_accumulation_steps({})"
     )
     activation_memory: int | str | None = setting(
         None,
@@ -91,11 +89,7 @@ class Settings(Checked):
         ),
         "set_activation_memory({})",
     )
-    row_tiles: int = setting(
-        1,
-        whole_number(1, "give the number of tiles, 1 or more; 1 for none"),
-        "set_row_tiles({})",
-    )
+    row_tiles: int = setting(1, whole_number(1, "give the number of tiles, 1 or more; 1 for none"), "set_row_tiles({})")
     split_attention: str = setting(AUTO_WAY, WAYS_OF_ATTENTION, "set_split_attention({})")
     split_experts: str = setting(AUTO_WAY, one_of(AUTO_WAY, *EXPERT_WAYS), "set_split_experts({})")
     expert_capacity: float = setting(

@@ -28,6 +28,8 @@ class ZeroSettings(Checked):
     gathered between forward and backward.
     """
 
+    method = "enable_zero"
+
     stage: int | str = setting(
         0,
         Check(
@@ -35,7 +37,6 @@ class ZeroSettings(Checked):
             "the stages are 1 (optimizer states split), 2 (gradients too) and 3 (parameters too), and "
             '"auto", the first that fits the memory; for none, enable_zero(False)',
         ),
-        "enable_zero(stage={})",
     )
     axes: tuple[str, ...] = setting((), tuple_of(str, "give the name of an axis, or names"), "enable_zero(axis={})")
     shard_min_size: int = setting(
@@ -45,12 +46,9 @@ class ZeroSettings(Checked):
             "give the smallest number of elements per rank that is worth splitting, an int from 0 up; 1 splits "
             "everything",
         ),
-        "enable_zero(shard_min_size={})",
     )
     keep_gathered: tuple[str, ...] = setting(
-        (),
-        tuple_of(str, "give True for all parameters, or names and patterns of some, such as 'model.head.*'"),
-        "enable_zero(keep_gathered={})",
+        (), tuple_of(str, "give True for all parameters, or names and patterns of some, such as 'model.head.*'")
     )
 
     def __post_init__(self) -> None:

@@ -75,14 +75,12 @@ class FullParameters:
             self._shown = full_tensors.gather_full_tensors(state, tensors)
         _compat.note_change(self._put_back)
         self._is_open = True
-        full_tensors.mark(self._shown, source.name)
-        full_tensors.put_in_modules(self._shown)
+        full_tensors.put_in_modules(self._shown, source.name)
         _compat.forget_change(self._put_back)
 
     def _put_back(self) -> None:
         """Put back the tensors that stood in the modules."""
         full_tensors.restore_originals(self._shown)
-        full_tensors.unmark(self._shown)
         full_tensors.release_memory(self._shown)
         self._is_open = False
 
@@ -117,7 +115,6 @@ class FullParameters:
         """``error``: what the block has raised on this rank, which this raises too, if not all do."""
         _compat.note_change(self._put_back)
         left, lost = full_tensors.restore_originals(self._shown)
-        full_tensors.unmark(self._shown)
         try:
             doing = f"the end of full_parameters() of {self._source.name}"
             with self._source.ranks.together(doing), _compat.outside_inference_mode(), torch.no_grad():

@@ -5,7 +5,7 @@ Afterwards the split tensors are put back, the same objects in the same memory, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,14 +95,15 @@ def gather_full_tensors(state: State, entries: Mapping[str, ModuleTensor]) -> li
     return shown
 
 
-def put_in_modules(shown: Iterable[FullTensor]) -> None:
-    """Put the full tensors into the modules."""
+def put_in_modules(shown: Sequence[FullTensor], who: str) -> None:
+    """Put the full tensors into the modules, which are those of ``open_graph_of`` from here on.  who: the Graph."""
+    _open.update({id(module): who for one in shown for module, _ in one.entry.places})
     for one in shown:
         if one.full is not None:
             tree.put_tensor(one.entry, one.full)
 
 
-def restore_originals(shown: Iterable[FullTensor]) -> tuple[list[EagerWrite], list[str]]:
+def restore_originals(shown: Sequence[FullTensor]) -> tuple[list[EagerWrite], list[str]]:
     """Put the originals back into the modules, in the memory that they had; no other rank is needed.
 
     Returns what is to be taken into it, and the paths of those where something stood that cannot be.  A whole buffer in
@@ -124,6 +125,8 @@ def restore_originals(shown: Iterable[FullTensor]) -> tuple[list[EagerWrite], li
         if not one.is_split and (original.data_ptr(), original.dtype) != (one.memory.data_ptr(), one.memory.dtype):
             original.data = one.memory
         tree.put_tensor(entry, original)
+    for module, _ in (place for one in shown for place in one.entry.places):
+        _open.pop(id(module), None)
     return left, lost
 
 
@@ -135,24 +138,7 @@ def release_memory(shown: Iterable[FullTensor]) -> None:
             whole.data = whole.detach().new_empty(0)
 
 
-# ---- in which modules
-
-
-def is_any_open() -> bool:
-    return bool(_open)
-
-
 def open_graph_of(modules: Mapping[str, nn.Module]) -> str:
     """The Graph that shows whole tensors in one of these, or nothing."""
-    return next((_open[id(module)] for _, module in tree.walk(modules) if id(module) in _open), "")
-
-
-def mark(shown: Iterable[FullTensor], who: str) -> None:
-    """Note it of all modules that hold what is shown."""
-    _open.update({id(module): who for one in shown for module, _ in one.entry.places})
-
-
-def unmark(shown: Iterable[FullTensor]) -> None:
-    for one in shown:
-        for module, _ in one.entry.places:
-            _open.pop(id(module), None)
+    walked = tree.walk(modules) if _open else ()
+    return next((_open[id(module)] for _, module in walked if id(module) in _open), "")

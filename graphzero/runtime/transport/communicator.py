@@ -29,7 +29,7 @@ import logging
 import pickle
 import socket
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -40,7 +40,7 @@ from graphzero import _compat
 from graphzero.errors import GraphZeroError, RankError
 from graphzero.logs import event
 from graphzero.runtime.transport.failure_diagnosis import FailureDiagnosis, late_text, lost_connection, rank_list
-from graphzero.runtime.transport.failure_report import PAUSE, Attempt, FailureReport, ReportStore, describe
+from graphzero.runtime.transport.failure_report import LEFT, PAUSE, Attempt, FailureReport, ReportStore, describe
 from graphzero.runtime.transport.gloo_transport import GlooTransport
 from graphzero.runtime.transport.messages import GroupMessages
 from graphzero.runtime.transport.p2p_collectives import PeerCollectives
@@ -103,9 +103,6 @@ class Communicator(GroupMessages):
         """Connect all ranks, if that has not been done in this generation."""
         if self._group is None:
             self._wait_for_all()
-            if not self._places:
-                self._places = self._read_places()
-                self._monitor = self._watch({})
             self._group = self._connect_group("gloo", self.ids, _compat.gloo)
         if not self._watches_hosts:
             self._watches_hosts = True
@@ -162,7 +159,7 @@ class Communicator(GroupMessages):
         return GlooTransport(self._group, members, axis, own, index, self.limit, self.wait_state)
 
     def _wait_for_all(self) -> None:
-        """Wait until all ranks have come to this generation."""
+        """Wait until all ranks have come to this generation; the first time read where their processes are."""
         store, began, pause, purpose = self._generation_store(), time.monotonic(), 1e-3, "all ranks to come"
         try:
             store.set(f"here {self.rank}", pickle.dumps(process_location(), protocol=0).decode("ascii"))
@@ -174,16 +171,11 @@ class Communicator(GroupMessages):
                     raise lost_connection(self.rank, purpose, is_silent=True)
                 time.sleep(pause)
                 pause = min(2 * pause, PAUSE)
+            if not self._places:
+                self._places = {rank: pickle.loads(store.get(f"here {rank}")) for rank in self.ids}
+                self._monitor = self._watch({})
         except RuntimeError as error:  # the store's
             raise lost_connection(self.rank, purpose, error) from error
-
-    def _read_places(self) -> dict[int, tuple[str | None, int]]:
-        """Every rank's ``process_location``; all ranks have come."""
-        store = self._generation_store()
-        try:
-            return {rank: pickle.loads(store.get(f"here {rank}")) for rank in self.ids}
-        except RuntimeError as error:
-            raise lost_connection(self.rank, "all ranks to come", error) from error
 
     def _connect_group(self, name: str, ranks: Sequence[int], connect: Callable[..., Any]) -> Any:
         """Make a process group of some ranks, in a thread: a rank that has come may still stop, or end, on the way."""
@@ -249,7 +241,7 @@ class Communicator(GroupMessages):
         report.
         """
         ended, monitored = self._monitor.ended, self._monitor.monitored
-        ended = ended or set(ReportStore(self._generation_store()).ranks_left(self.ids))
+        ended = ended or set(ReportStore(self._generation_store()).ranks_marked(LEFT, self.ids) or ())
         if ended or seconds < _ENDING or len(monitored) == len(self.ids) - 1:
             return sorted(ended)
         closed = set() if self._group is None else {self.ids[i] for i in _compat.lost_by_gloo(self._group)}
@@ -266,7 +258,7 @@ class Communicator(GroupMessages):
     def shut_down(self) -> None:
         """Release all connections before the default process group ends."""
         if self._group is not None:
-            ReportStore(self._generation_store()).mark_left(self.rank)
+            ReportStore(self._generation_store()).mark(LEFT, self.rank)
         self.release()
         for generation, transport in self._stages.values():
             if generation == self.generation:
@@ -305,7 +297,8 @@ class Communicator(GroupMessages):
         it has waited for all, and the second time log which ranks do not."""
         ranks = self.wait_state.ranks
         if ranks is not ALL_RANKS:
-            self._monitor_store(lambda reports: self._log_wait_for(list(self._ids_in(ranks)), purpose, reports))
+            late = [rank for rank in self.ids if rank in ranks]
+            self._monitor_store(lambda reports: self._log_wait_for(late, purpose, reports))
             return
 
         def report(reports: ReportStore) -> None:
@@ -317,9 +310,6 @@ class Communicator(GroupMessages):
                 event("waits", text, logging.WARNING, rank=self.rank, late=late)
 
         self._monitor_store(report)
-
-    def _ids_in(self, ranks: Container[int]) -> Iterator[int]:
-        return (rank for rank in self.ids if rank in ranks)
 
     def _log_wait_for(self, late: list[int], purpose: str, reports: ReportStore) -> None:
         doing = "; ".join(f"rank {rank} is in {reports.doing_of(rank) or 'nothing of this call'}" for rank in late)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphzero.errors import RankError
-from graphzero.runtime.transport.failure_report import PAUSE, FailureReport, ReportStore, describe
+from graphzero.runtime.transport.failure_report import PAUSE, WAITED, FailureReport, ReportStore, describe
 
 _UNSURE = 3.0  # seconds for other ranks to find out why a connection is closed
 _FILES = 16  # file descriptors that connecting needs, about
@@ -52,7 +52,7 @@ class FailureDiagnosis:
 
     def explain(self, error: RankError) -> RankError:
         """The error to raise: what the rank reports that stopped; without a report, who has ended, or is silent."""
-        self.reports.mark_waited(self.rank)
+        self.reports.mark(WAITED, self.rank)
         report = self.reports.first_report()
         if report is not None:
             return self._as_error(report)
@@ -88,10 +88,10 @@ class FailureDiagnosis:
         """Report the ranks that do not wait after the job's timeout: those that wait are woken, and mark that."""
         self.close()
         others = [rank for rank in self.ids if rank != self.rank]
-        deadline, waiting = time.monotonic() + 1.0, self.reports.ranks_waited(others)
+        deadline, waiting = time.monotonic() + 1.0, self.reports.ranks_marked(WAITED, others)
         while waiting is not None and len(waiting) < len(others) and time.monotonic() < deadline:
             time.sleep(PAUSE)
-            waiting = self.reports.ranks_waited(others)
+            waiting = self.reports.ranks_marked(WAITED, others)
         late = list(error.ranks) if waiting is None else [rank for rank in others if rank not in waiting]
         text = (
             f"rank {self.rank} has waited {self.limit:.0f} s in this {self.label} for {rank_list(late)}, which "

@@ -19,6 +19,8 @@ T = TypeVar("T")
 PAUSE = 0.05  # seconds between two looks at the store, at most
 PATIENCE = 2.0  # seconds that a store may take to answer
 _LONGEST = 300  # characters of an error's text
+WAITED = "waited"  # a wait of this rank has failed
+LEFT = "left"  # this rank has released its connections: its script ends, which may take seconds
 
 
 @dataclass(frozen=True)
@@ -73,21 +75,13 @@ class ReportStore:
 
         return within(PATIENCE, find)
 
-    def mark_waited(self, rank: int) -> None:
-        """Record that a wait of this rank has failed."""
-        within(PATIENCE, lambda: self._store.set(f"waited {rank}", "1"))
+    def mark(self, event: str, rank: int) -> None:
+        """Record an event of this rank: ``WAITED`` or ``LEFT``."""
+        within(PATIENCE, lambda: self._store.set(f"{event} {rank}", "1"))
 
-    def ranks_waited(self, ranks: list[int]) -> list[int] | None:
-        """Return those of ``ranks`` whose waits have failed; None where the store does not answer."""
-        return within(PATIENCE, lambda: [rank for rank in ranks if self._store.check([f"waited {rank}"])])
-
-    def mark_left(self, rank: int) -> None:
-        """Record that this rank has released its connections: its script ends, which may take seconds."""
-        within(PATIENCE, lambda: self._store.set(f"left {rank}", "1"))
-
-    def ranks_left(self, ranks: list[int]) -> list[int]:
-        """Return those of ``ranks`` that have recorded that they leave."""
-        return within(PATIENCE, lambda: [rank for rank in ranks if self._store.check([f"left {rank}"])]) or []
+    def ranks_marked(self, event: str, ranks: list[int]) -> list[int] | None:
+        """Return those of ``ranks`` that have recorded the event; None where the store does not answer."""
+        return within(PATIENCE, lambda: [rank for rank in ranks if self._store.check([f"{event} {rank}"])])
 
     def mark_waiting(self, rank: int) -> None:
         """Record that this rank waits now."""

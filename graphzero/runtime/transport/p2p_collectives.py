@@ -53,20 +53,17 @@ class PeerCollectives:
         return begun
 
     def _all_gather(self, out: Tensor, sent: Tensor, reduction: str) -> Handle:
-        del reduction
         lines = out.chunk(self.ranks)
         if not same_place(lines[self.rank], sent):
             lines[self.rank].copy_(sent)
         return self.transport.exchange(self.next_number(), [sent] * self.ranks, lines)
 
     def _all_to_all(self, out: Tensor, sent: Tensor, reduction: str) -> Handle:
-        del reduction
         lines, pieces = out.chunk(self.ranks), sent.chunk(self.ranks)
         lines[self.rank].copy_(pieces[self.rank])
         return self.transport.exchange(self.next_number(), pieces, lines)
 
     def _shift(self, out: Tensor, sent: Tensor, reduction: str) -> Handle:
-        del reduction
         nothing = sent.new_empty(0)
         sends, receives = [nothing] * self.ranks, [nothing] * self.ranks
         sends[(self.rank + 1) % self.ranks], receives[self.rank - 1] = sent, out
@@ -76,8 +73,7 @@ class PeerCollectives:
         lines = sent.chunk(self.ranks)
         return self.transport.reduce(self.next_number(), lines, lines[self.rank], out, reduction)
 
-    def _all_reduce(self, buffer: Tensor, sent: Tensor, reduction: str) -> Handle:
-        del sent  # the same
+    def _all_reduce(self, buffer: Tensor, _: Tensor, reduction: str) -> Handle:
         if buffer.numel() * buffer.element_size() > self.transport.one_round_bytes:
             return _AllReduceInPieces(self, buffer, reduction)
         return self.transport.reduce_whole(self.next_number(), buffer, reduction)

@@ -169,7 +169,6 @@ class ProcessWorld(World):
 
 
 def _all_gather(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
-    del reduction
     work: Handle = _compat.all_gather_single(_as_bytes(out), _as_bytes(sent), group=group, async_op=True)
     return work
 
@@ -180,22 +179,19 @@ def _reduce_scatter(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Ha
     return ContinuedHandle(work, lambda: out.copy_(known)) if narrow else work
 
 
-def _all_reduce(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
-    del sent  # the same
+def _all_reduce(out: Tensor, _: Tensor, reduction: str, group: Any) -> Handle:
     (known,), op, narrow = _reducible((out,), reduction)
     work: Handle = dist.all_reduce(known, op, group=group, async_op=True)
     return ContinuedHandle(work, lambda: out.copy_(known)) if narrow else work
 
 
 def _all_to_all(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
-    del reduction
     work: Handle = dist.all_to_all_single(_as_bytes(out), _as_bytes(sent), group=group, async_op=True)
     return work
 
 
 def _shift(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
     """An all-to-all that sends to the next rank alone."""
-    del reduction
     ranks, own = dist.get_world_size(group), dist.get_rank(group)
     arrives, leaves = _as_bytes(out), _as_bytes(sent)
     before, behind = ([leaves.numel() if q == (own + step) % ranks else 0 for q in range(ranks)] for step in (-1, 1))

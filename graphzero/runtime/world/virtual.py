@@ -47,7 +47,6 @@ class VirtualWorld(World):
 
 
 def _all_gather(outs: Sequence[Tensor], ins: Sequence[Tensor], reduction: str) -> None:
-    del reduction
     for out in outs:
         for sent, line in zip(ins, out.chunk(len(ins)), strict=True):
             if not same_place(line, sent):
@@ -60,8 +59,7 @@ def _reduce_scatter(outs: Sequence[Tensor], ins: Sequence[Tensor], reduction: st
         fold([line[i] for line in lines], out, reduction)
 
 
-def _all_reduce(outs: Sequence[Tensor], ins: Sequence[Tensor], reduction: str) -> None:
-    del ins  # the same
+def _all_reduce(outs: Sequence[Tensor], _: Sequence[Tensor], reduction: str) -> None:
     first, *others = outs
     fold(outs, first, reduction)
     for other in others:
@@ -69,7 +67,6 @@ def _all_reduce(outs: Sequence[Tensor], ins: Sequence[Tensor], reduction: str) -
 
 
 def _all_to_all(outs: Sequence[Tensor], ins: Sequence[Tensor], reduction: str) -> None:
-    del reduction
     lines = [sent.chunk(len(ins)) for sent in ins]
     for i, out in enumerate(outs):
         for line, arrives in zip(lines, out.chunk(len(ins)), strict=True):
@@ -77,7 +74,6 @@ def _all_to_all(outs: Sequence[Tensor], ins: Sequence[Tensor], reduction: str) -
 
 
 def _shift(outs: Sequence[Tensor], ins: Sequence[Tensor], reduction: str) -> None:
-    del reduction
     for i, out in enumerate(outs):
         out.copy_(ins[i - 1])
 
