@@ -17,10 +17,21 @@ from graphzero.errors import CaptureError
 from graphzero.ir.source_location import line_of, user_frames
 
 SHOWN = 8
-_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-_WRAPPED = "give the module before wrapping (.module), and say config.enable_zero(stage=...) to split its state"
-_SHARDED = "give modules on which fully_shard was not called, and say config.enable_zero(stage=3) to split them"
-_SCRIPTED = "give the Python module that it was made from, without torch.jit.script or torch.jit.trace"
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+_REFUSED = {  # class of a module, or of a base of it -> what it is, and what to give instead
+    **{name: (
+        f"wrapped in {name}, which does part of a Graph's work",
+        "give the module before wrapping (.module), and say config.enable_zero(stage=...) to split its state",
+    ) for name in _WRAPPERS},
+    "FSDPModule": (
+        "split by fully_shard, which does part of a Graph's work",
+        "give modules on which fully_shard was not called, and say config.enable_zero(stage=3) to split them",
+    ),
+    "ScriptModule": (
+        "TorchScript, whose parameters and code cannot be read",
+        "give the Python module that it was made from, without torch.jit.script or torch.jit.trace",
+    ),
+}  # fmt: skip
 _met: ContextVar[list[CaptureError] | None] = ContextVar("graphzero_problems", default=None)
 
 
@@ -81,17 +92,18 @@ def place_of(function: Callable[..., Any]) -> str:
     return line_of(code, code.co_firstlineno) if code is not None else ""
 
 
+def find_refusal(module: nn.Module) -> tuple[str, str] | None:
+    """Why a module is not what it seems, a wrapper that trains by itself or code that is not Python, and what to give
+    instead; None for any other."""
+    return next((_REFUSED[base.__name__] for base in type(module).__mro__ if base.__name__ in _REFUSED), None)
+
+
 def check_modules(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse modules that are not what they seem: wrappers that train by themselves, and code that is not Python."""
+    """Refuse modules that are not what they seem."""
     for path, module in modules:
-        kinds = [base.__name__ for base in type(module).__mro__]
-        wrapper = next((kind for kind in kinds if kind in _WRAPPERS), None)
-        if wrapper == "FSDPModule":
-            raise problem(f"{path} is split by fully_shard, which does part of a Graph's work", _SHARDED)
-        if wrapper is not None:
-            raise problem(f"{path} is wrapped in {wrapper}, which does part of a Graph's work", _WRAPPED)
-        if "ScriptModule" in kinds:
-            raise problem(f"{path} is TorchScript, whose parameters and code cannot be read", _SCRIPTED)
+        if refusal := find_refusal(module):
+            what, hint = refusal
+            raise problem(f"{path} is {what}", hint)
 
 
 def check_classes(tensors: Mapping[str, Tensor]) -> None:

@@ -64,7 +64,8 @@ class MeasuredLink:
     @property
     def error(self) -> float:
         """Average error of the fit, relative to the measured times."""
-        off = (abs(_predicted(self.link, s) - s.seconds) / s.seconds for s in self.samples)
+        latency, bandwidth = self.link.latency, self.link.bandwidth
+        off = (abs(latency * s.messages + s.sent / bandwidth - s.seconds) / s.seconds for s in self.samples)
         return sum(off) / len(self.samples)
 
     def facts(self) -> dict[str, Any]:
@@ -249,7 +250,3 @@ def meet(world: World) -> None:
     for name in world.placement.names:
         world.begin("all_reduce", [token], [token], name).wait()
     synchronize(world.device)
-
-
-def _predicted(link: Link, sample: Sample) -> float:
-    return link.latency * sample.messages + sample.sent / link.bandwidth

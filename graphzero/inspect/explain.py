@@ -166,7 +166,8 @@ def _find(graph: StepGraph, name: str, later: Sequence[StepGraph]) -> fx.Node:
         nodes = {node.name: node for node in program.nodes}
         if name not in named and name in nodes:
             node = nodes[name]
-            while (name := _name_of_all(node.name)) not in named and node.all_input_nodes:
+            # of what is one micro-batch's share of a value, or adds these up, the value of the whole batch
+            while (name := node.name.removesuffix("_mb").removesuffix("_sum")) not in named and node.all_input_nodes:
                 node = _made_from(node)
     if name not in named or value.is_scalar(named[name]):
         near = difflib.get_close_matches(name, named, n=4)
@@ -175,11 +176,6 @@ def _find(graph: StepGraph, name: str, later: Sequence[StepGraph]) -> fx.Node:
             f"explain: graph {graph.name} has no tensor called {name!r}{hint} print(graph) shows the names"
         )
     return named[name]
-
-
-def _name_of_all(name: str) -> str:
-    """The name of the value of the whole batch, for what is one micro-batch's share of it, or adds these up."""
-    return name.removesuffix("_mb").removesuffix("_sum")
 
 
 def _made_from(node: fx.Node) -> fx.Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -41,8 +41,8 @@ def snapshots(history: Sequence[Record]) -> list[ProgramSnapshot]:
     return taken
 
 
-def _text(graph: StepGraph) -> list[str]:
-    return print_graph(graph, align=False).splitlines()
+def _text(graph: StepGraph, keep: Callable[[fx.Node], bool] | None = None) -> list[str]:
+    return print_graph(graph, align=False, keep=keep).splitlines()
 
 
 def find(snapshots: Sequence[ProgramSnapshot], name: str) -> int:
@@ -115,12 +115,8 @@ def diff(before: ProgramSnapshot, after: ProgramSnapshot, which: SnapshotFilter)
 
     Of all values it is what ``Record.diff`` gives.
     """
-    old, new = (one.lines if which.is_all else _shown_lines(one, which) for one in (before, after))
+    old, new = (one.lines if which.is_all else _text(one.graph, which) for one in (before, after))
     return difflib.unified_diff(old, new, f"before {after.name}", f"after {after.name}", lineterm="", n=1)
-
-
-def _shown_lines(one: ProgramSnapshot, which: SnapshotFilter) -> list[str]:
-    return print_graph(one.graph, align=False, keep=which).splitlines()
 
 
 def made_and_changed(snapshots: Sequence[ProgramSnapshot]) -> dict[str, tuple[int, int]]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from graphzero.capture.problems import find_refusal
 from graphzero.config import GraphConfig
 from graphzero.errors import ConfigError
 from graphzero.sbp.placement import Placement
@@ -21,14 +22,6 @@ RESERVED = (
 )  # fmt: skip
 _OWN = ("config", "placement", "name")
 _INNER = ("_source", "_selection", "_checkpoints", "_steps")  # a Graph sets them once
-_WRAPPERS = (
-    "OptimizedModule",
-    "ScriptModule",
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-    "FSDPModule",
-    "DataParallel",
-)
 
 
 def check_attribute(graph: type, name: str, value: Any, constructed: bool) -> None:
@@ -37,35 +30,20 @@ def check_attribute(graph: type, name: str, value: Any, constructed: bool) -> No
         raise ConfigError(f"self.{name} = ...: call super().__init__() first in {graph.__name__}.__init__")
     if constructed and name in (*RESERVED, *_INNER):
         raise ConfigError(f"self.{name} is the Graph's own ({', '.join(RESERVED)}); give yours another name")
-    wrapper = next((base.__name__ for base in type(value).__mro__ if base.__name__ in _WRAPPERS), None)
-    if isinstance(value, nn.Module) and wrapper is not None:
-        raise ConfigError(f"self.{name} is {_unwrapped(wrapper)}")
+    if isinstance(value, nn.Module) and any(base.__name__ == "OptimizedModule" for base in type(value).__mro__):
+        raise ConfigError(
+            f"self.{name} is compiled by torch.compile, and a Graph compiles the whole step; give the module itself "
+            '(the one before compiling, or model._orig_mod), and say config.set_executor("inductor") to have torch '
+            "compile"
+        )
+    if isinstance(value, nn.Module) and (refusal := find_refusal(value)):
+        raise ConfigError(f"self.{name} is {'; '.join(refusal)}")
     inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     if any(isinstance(item, nn.Module) for item in inside):
         raise ConfigError(
             f"self.{name} is a {type(value).__name__} of modules, which has no parameters of its own; use "
             "nn.ModuleList or nn.ModuleDict"
         )
-
-
-def _unwrapped(wrapper: str) -> str:
-    """The kind of a module in a wrapper, and what to give instead."""
-    if wrapper == "OptimizedModule":
-        return (
-            "compiled by torch.compile, and a Graph compiles the whole step; give the module itself (the one before "
-            'compiling, or model._orig_mod), and say config.set_executor("inductor") to have torch compile'
-        )
-    if wrapper == "ScriptModule":
-        return "TorchScript, whose code cannot be read; give the Python module that it was made from"
-    if wrapper == "FSDPModule":
-        return (
-            "split by fully_shard, which does part of a Graph's work; give a module on which it was not called, and "
-            "say config.enable_zero(stage=3)"
-        )
-    return (
-        f"wrapped in {wrapper}, which does part of a Graph's work; give the module itself (model.module, or the "
-        "one before wrapping) and say config.enable_zero(stage=...)"
-    )
 
 
 def own_config(config: object, placement: Placement) -> GraphConfig:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graphzero.capture import GuardedAttributes
-from graphzero.config import Settings
 from graphzero.errors import ConfigError, GraphZeroError
 from graphzero.logs import event, is_on, working
 from graphzero.logs.progress import LongTask
@@ -156,7 +155,8 @@ class ProgramSelector:
         ranks = self.source.ranks
         program: StepProgram | None = None
         failure: Exception | None = None
-        room = device_memory.memory_limit(ranks) if _needs_room(call.settings) else None
+        needs_room = call.settings.needs_budget and call.settings.memory_budget is None
+        room = device_memory.memory_limit(ranks) if needs_room else None
         self._tell_of_other(call, "compile_begun", "compiles a program")
         with working(f"compiling {self.source.name}", self.source.speaks) as work:
             try:
@@ -201,8 +201,3 @@ class ProgramSelector:
         self.progress.repeats = bool(program.repeated)
         nds = call.state.given_nds(call.state.tensors())
         self.programs.alias(replace(call.key, placed=placed_of(call.inputs, nds)), program)
-
-
-def _needs_room(settings: Settings) -> bool:
-    """Return whether the program depends on the memory limit of the ranks; equal on all ranks."""
-    return settings.needs_budget and settings.memory_budget is None

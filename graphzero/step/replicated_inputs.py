@@ -15,7 +15,6 @@ from graphzero.errors import CaptureError
 from graphzero.runtime.tensors.fingerprint import content
 from graphzero.runtime.world.consensus import INPUTS, Ranks, by_value
 from graphzero.sbp.placement import PIPELINE, Placement
-from graphzero.sbp.types import Sbp
 from graphzero.step.build_inputs import text_of
 
 _SMALL = 16  # elements
@@ -55,14 +54,9 @@ class ReplicatedInputs:
             ranks.agree(INPUTS, failure=failure)
 
 
-def _leaf_axes(leaf: Input, placement: Placement) -> list[tuple[str, Sbp]]:
-    """The SBP of an input by axis, of those of ``placement`` but for ``pp``: each stage is given all inputs."""
-    names = [name for name in placement.names if name != PIPELINE]
-    return list(zip(names, leaf.nd, strict=False))
-
-
 def _shared_axes(leaf: Input, placement: Placement) -> list[int]:
-    splits = {placement.axis(name) for name, sbp in _leaf_axes(leaf, placement) if not sbp.is_broadcast}
+    names = [name for name in placement.names if name != PIPELINE]  # each stage is given all inputs
+    splits = {placement.axis(name) for name, sbp in zip(names, leaf.nd, strict=False) if not sbp.is_broadcast}
     return [axis for axis, ranks in enumerate(placement.hierarchy) if ranks > 1 and axis not in splits]
 
 

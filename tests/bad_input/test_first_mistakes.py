@@ -23,7 +23,7 @@ def test_a_model_that_torch_compiles_is_to_be_given_as_it_is():
 def test_a_model_that_fsdp2_splits_is_to_be_given_before_that():
     with gz.testing.fake_world(2):
         model = fully_shard(nn.Linear(4, 3))
-        with pytest.raises(gz.ConfigError, match="split by fully_shard.*on which it was not called.*stage=3"):
+        with pytest.raises(gz.ConfigError, match="split by fully_shard.*on which fully_shard was not called.*stage=3"):
             ClassifierGraph(model)
         graph = gz.Graph()
         graph.model = nn.Sequential(model)

@@ -179,9 +179,9 @@ def test_a_file_is_read_as_its_dict_and_a_wrong_one_is_named(tmp_path):
     path.write_text(json.dumps(LEAST | {"zero_optimization": {"stage": 3}}))
     assert read(str(path))[0].settings == read(path)[0].settings
     assert read(path)[0].zero.stage == 3
-    assert "cannot be read" in refusal(tmp_path / "none.json")
+    assert "cannot read it" in refusal(tmp_path / "none.json")
     path.write_text('{"train_batch_size": 16, /* all */ }')
-    assert "ds.json is not JSON" in refusal(path) and "comments" in refusal(path)
+    assert "it is not JSON" in refusal(path) and "comments" in refusal(path)
     path.write_text('{"train_batch_size": 16, "train_batch_size": 8}')
     assert "'train_batch_size' occurs twice" in refusal(path)
     path.write_text("[1]")

@@ -37,12 +37,8 @@ class NumberGuards:
             if not condition({name: numbers[role] for name, role in roles.items()}):
                 return False
         finite = all(role in numbers and math.isfinite(numbers[role]) for role in self.finite)
-        return finite and all(role in numbers and _is_same_float(numbers[role], x) for role, x in self.fixed.items())
-
-
-def _is_same_float(a: float, b: float) -> bool:
-    """Return whether two floats are equal bit by bit: nan equals itself, and 0.0 is not -0.0."""
-    return a.hex() == b.hex()
+        # Bit by bit: nan equals itself, and 0.0 is not -0.0.
+        return finite and all(role in numbers and numbers[role].hex() == x.hex() for role, x in self.fixed.items())
 
 
 def build_number_guards(

@@ -56,7 +56,7 @@ def canonicalise(graph: fx.Graph) -> None:
                     user.meta["apart"] = True
             node.replace_all_uses_with(same)
             graph.erase_node(node)
-    graph.eliminate_dead_code(_impure)
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
 
 
 def _is_apart(node: fx.Node, same: fx.Node) -> bool:
@@ -66,10 +66,6 @@ def _is_apart(node: fx.Node, same: fx.Node) -> bool:
     if not isinstance(fake, Tensor) or not isinstance(other, Tensor):
         return "apart" in node.meta
     return "apart" in node.meta or not _same_layout(fake, other)
-
-
-def _impure(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output")
 
 
 def _strip_kwargs(node: fx.Node) -> None:

@@ -249,7 +249,8 @@ def _normalise(x: Tensor, mean_: Tensor, inverse: Tensor, weight: Tensor | None,
     return out if bias is None else out + _channel(bias, x)
 
 
-def _batch_norm(
+@rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
+def batch_norm(
     x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = x.dtype
@@ -271,16 +272,9 @@ def _batch_norm(
     return _normalise(wide, mean_, inverse, weight, bias).to(dtype), mean_, inverse
 
 
-@rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
-def batch_norm(
-    x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    return _batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
-
-
 @rule(aten._native_batch_norm_legit.no_stats)
 def batch_norm_no_stats(x: Tensor, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:
-    return _batch_norm(x, weight, bias, None, None, True, momentum, eps)
+    return batch_norm(x, weight, bias, None, None, True, momentum, eps)
 
 
 @rule(aten.native_batch_norm_backward.default)

@@ -236,7 +236,9 @@ class BuildTrace:
         for leaf in flat:
             if isinstance(leaf, (Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)):
                 self.out.append(OutputSlot(len(tensors)))
-                tensors.append(leaf if not isinstance(leaf, Tensor) or _is_fake(leaf) else leaf.clone())
+                tensors.append(
+                    leaf if isinstance(leaf, _compat.FakeTensor) or not isinstance(leaf, Tensor) else leaf.clone()
+                )
             else:
                 self.out.append(_checked_literal(leaf))
         losses, ended = self.gradients.losses, self.gradients.ended
@@ -323,10 +325,6 @@ class BuildTrace:
         for name, count in zip(names, self.counts, strict=True):
             traced.results[name], flat = flat[:count], flat[count:]
         return traced
-
-
-def _is_fake(x: Tensor) -> bool:
-    return isinstance(x, _compat.FakeTensor)
 
 
 def _checked_literal(leaf: Any) -> Any:

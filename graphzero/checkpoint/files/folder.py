@@ -19,8 +19,8 @@ from graphzero.checkpoint.files.index import NAME as INDEX
 from graphzero.checkpoint.files.partial_checkpoint import (
     NAME,
     PARTIAL,
+    REMOVED,
     PartialCheckpoint,
-    is_being_removed,
     remove,
     remove_abandoned,
 )
@@ -88,7 +88,7 @@ def begin(partial: PartialCheckpoint, path: Path, step: int) -> Path:
         for child in path.iterdir():
             if PARTIAL.fullmatch(child.name):
                 remove_abandoned(child)
-            elif is_being_removed(child):
+            elif REMOVED.fullmatch(child.name):
                 shutil.rmtree(child, ignore_errors=True)
         return partial.begin(path, step)
 

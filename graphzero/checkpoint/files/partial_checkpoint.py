@@ -32,7 +32,7 @@ from graphzero.errors import CheckpointError
 ABANDONED = 1200.0  # seconds without a change, twice as long as ranks wait for each other
 NAME = re.compile(r"(\d{6,})\.step-(\d+)")
 PARTIAL = re.compile(r"\.(\d{6,})\.(?:step-\d+\.)?partial")
-_REMOVED = re.compile(r"\.\d{6,}\.\S*removed")
+REMOVED = re.compile(r"\.\d{6,}\.\S*removed")
 _INNER = re.compile(r"(step-\d+)\.([0-9a-f]{8})\.[0-9a-f]{32}")
 _LOCK = "lock"
 _ATTEMPTS = 1000  # to take a number: as many jobs would have to be faster
@@ -108,11 +108,6 @@ def number_of(path: Path) -> int:
     """Number of a checkpoint, complete or not; 0 for other paths."""
     match = NAME.fullmatch(path.name) or PARTIAL.fullmatch(path.name)
     return int(match[1]) if match else 0
-
-
-def is_being_removed(path: Path) -> bool:
-    """Return whether ``path`` has the name of a checkpoint that somebody has begun to remove."""
-    return bool(_REMOVED.fullmatch(path.name))
 
 
 def remove(path: Path, folder: Path) -> bool:

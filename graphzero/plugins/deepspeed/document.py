@@ -6,8 +6,6 @@ One error lists all wrong keys, and one text all replaced ones, so that a user c
 from __future__ import annotations
 
 import difflib
-import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +13,8 @@ from typing import Any
 
 from graphzero.errors import ConfigError
 from graphzero.plugins.deepspeed.keys import ALIASES, AUTO, HONOURED, KEYS, REFUSED, REPLACED, KeyRule
+from graphzero.runtime.json_file import read_json
+from graphzero.sbp.link_costs import is_finite
 
 _BY_PATH = {key.path: key for key in KEYS}
 _SECTIONS = {path.rpartition(".")[0] for path in _BY_PATH} - {""}
@@ -73,7 +73,7 @@ class Document:
     def number(self, path: str, default: float | None = None, least: float = 0) -> Any:
         """A finite number of ``least`` or more."""
         value = self.value(path, default)
-        if value is not None and not (is_number(value) and value >= least):
+        if value is not None and not (is_finite(value) and value >= least):
             raise self.wrong(path, f"write a number, {least:g} or more")
         return value
 
@@ -100,10 +100,6 @@ class Document:
         rules = ((path, _BY_PATH[path], value) for path, value in self._values.items())
         lines = [f"{path}: {key.text}" for path, key, value in rules if _speaks(key, value, REPLACED)]
         return lines if "gradient_clipping" in self._values else [*lines, UNCLIPPED]
-
-
-def is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def unknown(name: str, near: list[str]) -> str:
@@ -149,25 +145,8 @@ def _read(given: Any) -> tuple[str, Mapping[str, Any]]:
         return "the DeepSpeed configuration", given
     if not isinstance(given, (str, os.PathLike)):
         raise ConfigError(f"from_deepspeed({type(given).__name__}): give the path of DeepSpeed's JSON, or its dict")
-    path = Path(given)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"from_deepspeed({str(given)!r}): the file cannot be read ({error.strerror})") from None
-    try:
-        raw = json.loads(text, object_pairs_hook=_without_twins)
-    except ValueError as error:
-        raise ConfigError(
-            f"{path.name} is not JSON: {error}. DeepSpeed reads comments and hjson too; take them out"
-        ) from None
+    name = Path(given).name
+    raw = read_json(given, f"from_deepspeed({os.fspath(given)!r})", "give DeepSpeed's JSON, without comments and hjson")
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path.name} holds a {type(raw).__name__}; DeepSpeed's JSON is an object, {{...}}")
-    return path.name, raw
-
-
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
-    return values
+        raise ConfigError(f"{name} holds a {type(raw).__name__}; DeepSpeed's JSON is an object, {{...}}")
+    return name, raw

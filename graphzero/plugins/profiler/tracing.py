@@ -105,7 +105,8 @@ def trace(graph: Graph, *args: Any, steps: int = 5, device: Device | str | None 
     """
     if type(steps) is not int or steps < 1:
         raise ConfigError(f"gz.trace(steps={steps!r}): give the number of steps to trace, at least 1")
-    _check()
+    if has_fake_world():
+        raise ConfigError("gz.trace in a fake world: nothing is sent there; use virtual ranks, or torchrun")
     made_for = Device.named(device) if isinstance(device, str) else device
     for _ in range(WARM_UP):
         graph(*args, **kwargs)
@@ -171,11 +172,6 @@ def as_data(event: Event, since: float, member: int | None = None) -> dict[str, 
     stage = {} if member is None else {"stage": member}
     named = {"name": event.name, "stream": event.stream, "kind": event.kind, "phase": event.phase}
     return {**named, "begin": event.begin - since, "end": event.end - since, **stage}
-
-
-def _check() -> None:
-    if has_fake_world():
-        raise ConfigError("gz.trace in a fake world: nothing is sent there; use virtual ranks, or torchrun")
 
 
 def _plain(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> float:

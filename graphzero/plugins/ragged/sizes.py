@@ -103,9 +103,10 @@ class Sizes:
     def dims(self, node: fx.Node, result: int, dim: int) -> list[str]:
         """The ragged dims on which the size of a dim depends."""
         sizes = [value.shapes(n)[result][dim] for n in self._same[node]]
-        return self._names(sizes)
+        return self.names_of(sizes)
 
-    def _names(self, values: Sequence[Any]) -> list[str]:
+    def names_of(self, values: Sequence[Any]) -> list[str]:
+        """The ragged dims on which a size or number depends that had these values in each capture."""
         differs = [not _equal(values[0], other) for other in values[1:]]
         names = [name for name, other in zip(self.names, differs, strict=False) if other]
         return names or ["all of them together"] * any(differs)
@@ -113,10 +114,6 @@ class Sizes:
     def same(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """A value of the step in each of its captures."""
         return self._same[node]
-
-    def names_of(self, values: Sequence[Any]) -> list[str]:
-        """The ragged dims on which a number depends that had these values in each capture."""
-        return self._names(values)
 
     def is_ragged(self, node: fx.Node) -> bool:
         """Return whether the shape of any of its results differs."""
@@ -154,7 +151,7 @@ class Sizes:
         """A number that was so in each capture, as a function of sizes; None if it is none that is known."""
         if not all(isinstance(x, (int, float)) and not isinstance(x, bool) and x for x in values):
             return None
-        names = self._names(values)
+        names = self.names_of(values)
         if not set(names) <= set(self.names):
             return None
         powers = POWERS if all(x > 0 for x in values) else POWERS[:2]

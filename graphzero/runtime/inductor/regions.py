@@ -22,7 +22,6 @@ import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
@@ -107,15 +106,13 @@ def compiles(node: fx.Node, device_type: str) -> bool:
         return False
     if any(t.dtype.is_complex for t in results) or any(map(_is_complex, operands)):
         return False
-    return target in COMPILED or is_view(target) or torch.Tag.pointwise in target.tags or _is_reduction(target)
+    return (
+        target in COMPILED or is_view(target) or not {torch.Tag.pointwise, torch.Tag.reduction}.isdisjoint(target.tags)
+    )
 
 
 def _is_complex(node: fx.Node) -> bool:
     return value.is_tensor(node) and value.tensor_type(node).dtype.is_complex
-
-
-def _is_reduction(target: Any) -> bool:
-    return torch.Tag.reduction in target.tags
 
 
 def is_named(node: fx.Node) -> bool:

@@ -60,7 +60,8 @@ class HostStates:
         local = _compat.local_tensor(tensor)
         if name in self.nodes and self._stays(tensor):
             return tensor
-        if local.device.type == self.world.device.type and not self._is_in_file(local):
+        is_in_file = any(file.holds(local) for file in self.world.host_copies.files)
+        if local.device.type == self.world.device.type and not is_in_file:
             return tensor
         return _with_local(tensor, local.detach().to(self.world.device, copy=True))
 
@@ -81,9 +82,6 @@ class HostStates:
             return False
         files = [file for file in self.world.host_copies.files if file.folder == self.folder]
         return any(file.holds(_compat.local_tensor(tensor)) for file in files)
-
-    def _is_in_file(self, local: Tensor) -> bool:
-        return any(file.holds(local) for file in self.world.host_copies.files)
 
     def _nbytes(self, name: str) -> int:
         """Bytes that this process keeps of a state."""
