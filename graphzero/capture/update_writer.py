@@ -205,17 +205,18 @@ class UpdateWriter:
     def add_average(self, spec: AverageSpec) -> None:
         """The average follows the parameters and buffers with which the step ends."""
         traced, nodes = trace_average(spec, self.step.precision), self.builder.placeholders
+        inputs: Any = traced.find_nodes(op="placeholder")
+        results: Any = traced.output_node().args[0]
         roles = {id(x): Role("param", path) for path, x in self.params.items()}
         roles |= {id(x): Role("buffer", path) for path, x in self.root.named_buffers()}
         params, buffers = tensors_of(spec.averaged.module)
         ours = [nodes[roles[id(x)]] for x in (spec.averaged.n_averaged, *params, *buffers)]
         model = [self._read_rounded(nodes[roles[id(x)]]) for some in tensors_of(spec.of) for x in some]
         entering = [
-            self._cast(node, input_.meta["val"].dtype)
-            for input_, node in zip(traced.inputs, (*ours, *model), strict=True)
+            self._cast(node, input_.meta["val"].dtype) for input_, node in zip(inputs, (*ours, *model), strict=True)
         ]
-        copies = self.builder.add_update(dict(zip(traced.inputs, entering, strict=True)), traced.module.graph.nodes)
-        for placeholder, old, new in zip(ours, entering[: len(ours)], traced.results, strict=True):
+        copies = self.builder.add_update(dict(zip(inputs, entering, strict=True)), traced.nodes)
+        for placeholder, old, new in zip(ours, entering[: len(ours)], results, strict=True):
             if copies[new] is not old:
                 is_wider = tensor_type(copies[new]).dtype != tensor_type(placeholder).dtype
                 self.updates[placeholder.name] = self._rounded(copies[new]) if is_wider else copies[new]

@@ -12,6 +12,7 @@ from graphzero.checkpoint.expected_sbp import ExpectedSbp
 from graphzero.checkpoint.files import folder
 from graphzero.checkpoint.files.async_save import Saved
 from graphzero.checkpoint.files.index import read_index
+from graphzero.checkpoint.frozen_hashes import raise_changed
 from graphzero.checkpoint.restore import RestoreOperation
 from graphzero.checkpoint.save_operation import HINT, SaveOperation, no_facts, run_on_first_rank
 from graphzero.checkpoint.snapshot import CheckpointSnapshot
@@ -135,7 +136,7 @@ class Checkpointer:
             if not source.placement.virtual:
                 state.ensure_world()
             changed = restore.find_changed_frozen()
-            ranks.agree_on(_COMPARE_FROZEN, lambda: restore.raise_changed_frozen(changed), no_facts)
+            ranks.agree_on(_COMPARE_FROZEN, lambda: raise_changed(changed, str(where)), no_facts)
             source.forget_epochs()
             restore.load_values()
             self._reset_progress(restore.valid)

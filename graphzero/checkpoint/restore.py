@@ -74,9 +74,6 @@ class RestoreOperation:
             self._index.tensors, self._frozen, state.ranks.placement, state.program is None
         )
 
-    def raise_changed_frozen(self, names: list[str]) -> None:
-        frozen_hashes.raise_changed(names, str(self._where))
-
     def describe(self) -> dict[str, str]:
         """Text by name of what must be the same on all ranks."""
         return {str(self._where / INDEX): self._index.sha256}

@@ -18,7 +18,6 @@ from graphzero.schedules.action import ActionKind as ActionKind
 from graphzero.schedules.action import parse_action as parse_action
 from graphzero.schedules.chart import draw_timeline as draw_timeline
 from graphzero.schedules.check import check_schedule as check_schedule
-from graphzero.schedules.csv_text import format_csv as format_csv
 from graphzero.schedules.csv_text import parse_csv as parse_csv
 from graphzero.schedules.generators import GENERATORS as GENERATORS
 from graphzero.schedules.generators import generate_schedule as generate_schedule
@@ -27,9 +26,6 @@ from graphzero.schedules.in_flight import most_in_flight as most_in_flight
 from graphzero.schedules.resolve import count_stages as count_stages
 from graphzero.schedules.resolve import resolve_schedule as resolve_schedule
 from graphzero.schedules.schedule import PipelineSchedule as PipelineSchedule
-from graphzero.schedules.schedule import loop_stage_ranks as loop_stage_ranks
-from graphzero.schedules.schedule import v_stage_ranks as v_stage_ranks
 from graphzero.schedules.timeline import PipelineTimeline as PipelineTimeline
 from graphzero.schedules.timeline import ScheduleCosts as ScheduleCosts
-from graphzero.schedules.timeline import TimedAction as TimedAction
 from graphzero.schedules.timeline import simulate_schedule as simulate_schedule

@@ -16,8 +16,3 @@ def parse_csv(text: str, micro_batches: int | None = None, stages: int | None = 
     """
     lines = text.removeprefix(BYTE_ORDER_MARK).replace("\r\n", "\n").removesuffix("\n").split("\n")
     return PipelineSchedule.from_rows([line.split(",") for line in lines], micro_batches, stages, name)
-
-
-def format_csv(schedule: PipelineSchedule) -> str:
-    """The text of ``schedule``, which ``parse_csv`` reads back as it was."""
-    return "".join(",".join(str(cell) if cell else "" for cell in row) + "\n" for row in schedule.rows)

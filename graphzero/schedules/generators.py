@@ -26,7 +26,7 @@ from dataclasses import replace
 
 from graphzero.errors import ScheduleError
 from graphzero.schedules.action import Action, ActionKind
-from graphzero.schedules.schedule import PipelineSchedule, loop_stage_ranks, v_stage_ranks
+from graphzero.schedules.schedule import PipelineSchedule
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
@@ -87,7 +87,8 @@ def zbv(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSch
     rows = [
         _drop_absent(_build_v_row(rank, ranks, max(micro_batches, 2 * ranks)), micro_batches) for rank in range(ranks)
     ]
-    return PipelineSchedule(tuple(map(tuple, rows)), v_stage_ranks(ranks, 2 * ranks), micro_batches, "zbv")
+    stage_ranks = (*range(ranks), *reversed(range(ranks)))
+    return PipelineSchedule(tuple(map(tuple, rows)), stage_ranks, micro_batches, "zbv")
 
 
 GENERATORS: dict[str, Generator] = {
@@ -125,8 +126,8 @@ def _require_stages(expected: int, stages_per_rank: int, name: str, other: str) 
 def _build_loop(
     rows: Iterable[Iterable[Action]], ranks: int, micro_batches: int, stages_per_rank: int, name: str
 ) -> PipelineSchedule:
-    places = loop_stage_ranks(ranks, ranks * stages_per_rank)
-    return PipelineSchedule(tuple(map(tuple, rows)), places, micro_batches, name)
+    stage_ranks = tuple(range(ranks)) * stages_per_rank
+    return PipelineSchedule(tuple(map(tuple, rows)), stage_ranks, micro_batches, name)
 
 
 def _list_pairs(stages: Iterable[int], micro_batches: int, group: int) -> list[Pair]:

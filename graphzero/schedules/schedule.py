@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from graphzero.errors import ScheduleError
@@ -73,10 +73,6 @@ class PipelineSchedule:
         """The stages of a pp rank, ascending."""
         return tuple(stage for stage, of in enumerate(self.stage_ranks) if of == rank)
 
-    def actions(self, rank: int) -> tuple[Action, ...]:
-        """A pp rank's row, without idle cells."""
-        return tuple(cell for cell in self.rows[rank] if cell)
-
     def cells(self) -> Iterator[tuple[int, int, Action]]:
         """(row, column, action) of each cell that is not idle, row by row."""
         for row, cells in enumerate(self.rows):
@@ -95,17 +91,6 @@ class PipelineSchedule:
             for cells in self.rows
         )
         return replace(self, rows=rows, has_backward=False)
-
-
-def loop_stage_ranks(ranks: int, stages: int) -> tuple[int, ...]:
-    """Of each stage its rank, in a loop: stages 0, 4, 8 are on rank 0 of 4."""
-    return tuple(stage % ranks for stage in range(stages))
-
-
-def v_stage_ranks(ranks: int, stages: int) -> tuple[int, ...]:
-    """Of each stage its rank, up and down: stages 0 and 7 are on rank 0 of 4."""
-    order: Sequence[int] = [*range(ranks), *reversed(range(ranks))]
-    return tuple(order[stage % (2 * ranks)] for stage in range(stages))
 
 
 def _parse_cell(cell: object, row: int, column: int) -> Action | None:

@@ -84,3 +84,8 @@ def random_rows(generator: random.Random) -> tuple[Rows, int, int]:
 
 def schedule_of(rows: Rows, stages: int, micro_batches: int) -> PipelineSchedule:
     return PipelineSchedule.from_rows(rows, micro_batches, stages)
+
+
+def format_csv(schedule: PipelineSchedule) -> str:
+    """The text that ``parse_csv`` reads as ``schedule``."""
+    return "".join(",".join(str(cell) if cell else "" for cell in row) + "\n" for row in schedule.rows)

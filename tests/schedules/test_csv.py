@@ -6,10 +6,11 @@ import random
 import re
 
 import pytest
+from random_schedules import format_csv
 from torch_rows import torch_rows
 
 from graphzero.errors import ScheduleError
-from graphzero.schedules import GENERATORS, check_schedule, format_csv, generate_schedule, parse_action, parse_csv
+from graphzero.schedules import GENERATORS, check_schedule, generate_schedule, parse_action, parse_csv
 
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
@@ -20,12 +21,12 @@ def test_a_schedule_is_read_back_as_it_was_written(name: str) -> None:
     assert parse_csv(format_csv(schedule), name=name) == schedule
 
 
-@pytest.mark.parametrize(
-    ("name", "with_comms"),
-    [("GPipe", False), *((name, with_comms) for name in LOOPED for with_comms in (False, True))],
-)
-def test_schedules_of_torch_are_read_and_legal_but_for_looped_bfs(name: str, with_comms: bool) -> None:
-    rows = torch_rows(name, 4, 8, None, with_comms=with_comms)
+COMMS = ({}, {"with_comms": True}, {"with_comms": True, "defer_pp_recv": True})
+
+
+@pytest.mark.parametrize(("name", "comms"), [("GPipe", {}), *((name, comms) for name in LOOPED for comms in COMMS)])
+def test_schedules_of_torch_are_read_and_legal_but_for_looped_bfs(name: str, comms: dict[str, bool]) -> None:
+    rows = torch_rows(name, 4, 8, None, **comms)
     text = "".join(",".join(str(cell) if cell else "" for cell in row) + "\r\n" for row in rows)
     schedule = parse_csv(text)
     assert format_csv(schedule) == text.replace("\r\n", "\n")

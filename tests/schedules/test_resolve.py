@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from random_schedules import format_csv
 
 from graphzero.errors import ScheduleError
-from graphzero.schedules import GENERATORS, PipelineSchedule, format_csv, generate_schedule, resolve_schedule
+from graphzero.schedules import GENERATORS, PipelineSchedule, generate_schedule, resolve_schedule
 
 
 def refusal(*arguments: object) -> ScheduleError:

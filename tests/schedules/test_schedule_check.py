@@ -6,8 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from random_schedules import is_legal, random_rows, schedule_of
-from torch_rows import torch_rows
+from random_schedules import format_csv, is_legal, random_rows, schedule_of
 
 from graphzero.errors import ConfigError, ScheduleError
 from graphzero.schedules import (
@@ -15,7 +14,6 @@ from graphzero.schedules import (
     ActionKind,
     PipelineSchedule,
     check_schedule,
-    format_csv,
     generate_schedule,
     parse_csv,
     simulate_schedule,
@@ -170,21 +168,6 @@ ILLEGAL = {
 def test_the_sentence_says_why(case: str) -> None:
     text, message = ILLEGAL[case]
     assert str(error_of(parse_csv(text))) == message
-
-
-@pytest.mark.parametrize(
-    "name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-)
-@pytest.mark.parametrize("deferred", [False, True])
-def test_rows_with_sends_and_receives_of_torch_are_legal(name: str, deferred: bool) -> None:
-    for ranks in (2, 4, 8):
-        rows = torch_rows(name, ranks, 2 * ranks, with_comms=True, defer_pp_recv=deferred)
-        schedule = PipelineSchedule.from_rows(rows)
-        if name == "LoopedBFS":  # whose backward descends
-            with pytest.raises(ScheduleError, match="in ascending order of micro-batches"):
-                check_schedule(schedule)
-        else:
-            check_schedule(schedule)
 
 
 def test_sharding_and_reductions_around_their_actions_are_legal() -> None:

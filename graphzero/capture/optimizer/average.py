@@ -23,19 +23,6 @@ from graphzero.capture.spec import AverageSpec, Precision
 from graphzero.errors import CaptureError
 
 
-@dataclass(frozen=True)
-class AverageStep:
-    """A traced update of an average.
-
-    inputs: of the count, the average's tensors and the model's, in this order, parameters before buffers.  results: the
-    new count and the average's new tensors.
-    """
-
-    module: fx.GraphModule
-    inputs: list[fx.Node]
-    results: list[fx.Node]
-
-
 @dataclass
 class _ModuleTensors:
     """Tensors in the place of a module's."""
@@ -109,10 +96,12 @@ def tensors_of(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return list(module.parameters()), list(module.buffers())
 
 
-def trace_average(spec: AverageSpec, precision: Precision | None = None) -> AverageStep:
+def trace_average(spec: AverageSpec, precision: Precision | None) -> fx.Graph:
     """Trace one update of an average.  Raises CaptureError where it cannot be a graph, or does not fit its model.
 
     precision: what it rounds stochastically is averaged in float32.
+    Returns a graph of the count, the average's tensors and the model's, in this order, parameters before buffers; its
+    results are the new count and the average's new tensors.
     """
     averages, models = tensors_of(spec.averaged.module), tensors_of(spec.of)
     if _shapes(averages) != _shapes(models):
@@ -133,7 +122,7 @@ def trace_average(spec: AverageSpec, precision: Precision | None = None) -> Aver
     try:
         with mode, _compat.preserve_node_meta(), _compat.annotate({"phase": "update", "source": ""}):
             traced = torch.func.functionalize(program, remove="mutations")
-            module = pure_module(_compat.make_fx(traced, decompositions.TABLE)(*values))
+            return pure_module(_compat.make_fx(traced, decompositions.TABLE)(*values)).graph
     except CaptureError:
         raise
     except Exception as error:
@@ -142,8 +131,6 @@ def trace_average(spec: AverageSpec, precision: Precision | None = None) -> Aver
             "its averaging function may compute with tensors and n_averaged, but must not read values; or call "
             "update_parameters between calls of the Graph, and leave out add_average",
         ) from error
-    results: Any = module.graph.output_node().args[0]
-    return AverageStep(module, list(module.graph.find_nodes(op="placeholder")), list(results))
 
 
 def _like(x: Tensor, precision: Precision | None) -> Tensor:

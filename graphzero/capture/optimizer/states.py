@@ -6,7 +6,6 @@ holds only until it is there (``OptimizerStateGuard``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,11 +20,6 @@ from graphzero.capture.optimizer.stepping import OptimizerTracer
 def is_real(entry: Any) -> bool:
     """Return whether a piece of optimizer state is a tensor with values."""
     return isinstance(entry, Tensor) and not entry.is_meta
-
-
-def has_state(state: Mapping[Any, Mapping[str, Any]], param: Tensor) -> bool:
-    """Return whether an optimizer's ``state`` holds any for ``param``."""
-    return any(map(is_real, state.get(param, {}).values()))
 
 
 class StateFills:
@@ -81,7 +75,7 @@ def mark_first_steps(index: int, members: list[SteppedParameter], fills: StateFi
             if fills.fills_of(member) is not None:
                 where = filled
             else:
-                member.first = not has_state(fills.optimizer.state, member.param)
+                member.first = not any(map(is_real, fills.optimizer.state.get(member.param, {}).values()))
                 where = absent if member.first else present
             where.add((index, member.path))
         member.kind = (*member.kind, member.first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 from graphzero.plan import mega
 from graphzero.plan.device import Device
@@ -166,11 +167,8 @@ def _placement(layout: Layout, device_type: str) -> str:
     if len(shape) == 1:
         given = f"range({shape[0]})" + ("" if names == ["dp"] else f', names=("{names[0]}",)')
     else:
-        size = 1
-        for n in shape:
-            size *= n
         quoted = ", ".join(f'"{name}"' for name in names)
-        given = f"torch.arange({size}).reshape({', '.join(map(str, shape))}).tolist(), names=({quoted})"
+        given = f"torch.arange({prod(shape)}).reshape({', '.join(map(str, shape))}).tolist(), names=({quoted})"
     return f'gz.placement("{device_type}", {given})'
 
 
