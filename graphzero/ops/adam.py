@@ -7,7 +7,8 @@ does not fill a vector is computed in one.  Many parameters in one call each ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,20 +60,26 @@ def adam_(
         x.copy_(copy)
 
 
-def adam(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors, steps: Tensors,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, *, decoupled: bool = True,
-    maximize: bool = False,
-) -> list[Tensor]:  # fmt: skip
+def out_of_place(step_in_place: Callable[..., None]) -> Callable[..., list[Tensor]]:
     """The same step, not in place: returns the new parameters, then the first moments, the second, and their maxima."""
-    new_params, first, second, largest = (
-        [x.clone() for x in group] for group in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-    )
-    adam_(
-        new_params, grads, first, second, largest, steps, lr, beta1, beta2, eps, weight_decay, decoupled=decoupled,
-        maximize=maximize,
-    )  # fmt: skip
-    return [*new_params, *first, *second, *largest]
+
+    def step(
+        params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors,
+        *rest: Any, **more: Any,
+    ) -> list[Tensor]:  # fmt: skip
+        updated = [[x.clone() for x in group] for group in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)]
+        step_in_place(updated[0], grads, *updated[1:], *rest, **more)
+        return [x for group in updated for x in group]
+
+    return step
+
+
+def empty_results(params: Tensors, _: Tensors, *rest: Any, **more: Any) -> list[Tensor]:
+    """Of the shapes of what ``out_of_place`` returns."""
+    return [x.new_empty(x.shape) for group in (params, *rest[:3]) for x in group]
+
+
+adam = out_of_place(adam_)
 
 
 class _Groups:
@@ -122,5 +129,5 @@ class _Groups:
 
 LIBRARY.impl("adam", adam, ANYWHERE)
 LIBRARY.impl("adam_", adam_, ANYWHERE)
-LIBRARY.impl("adam", lambda p, g, *rest, **modes: [x.new_empty(x.shape) for xs in (p, *rest[:3]) for x in xs], "Meta")
+LIBRARY.impl("adam", empty_results, "Meta")
 LIBRARY.impl("adam_", lambda *args, **modes: None, "Meta")

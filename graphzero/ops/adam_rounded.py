@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero.ops.adam import RATES, Tensors, adam_
+from graphzero.ops.adam import RATES, Tensors, adam_, empty_results, out_of_place
 from graphzero.ops.library import ANYWHERE, LIBRARY
 from graphzero.ops.stochastic_round import beginning, blocks, round_into
 
@@ -51,23 +51,8 @@ def adam_rounded_(
             round_into(x[part], new_value, key, number, at, total)
 
 
-def adam_rounded(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors, steps: Tensors,
-    *rest: Any, **more: Any,
-) -> list[Tensor]:  # fmt: skip
-    """The same step, not in place: returns the new parameter, then the moments."""
-    new_param, first, second, largest = (
-        [x.clone() for x in group] for group in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-    )
-    adam_rounded_(new_param, grads, first, second, largest, steps, *rest, **more)
-    return [*new_param, *first, *second, *largest]
-
-
-def _shapes(params: Tensors, grads: Tensors, *rest: Any, **more: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for group in (params, *rest[:3]) for x in group]
-
-
+adam_rounded = out_of_place(adam_rounded_)
 LIBRARY.impl("adam_rounded", adam_rounded, ANYWHERE)
 LIBRARY.impl("adam_rounded_", adam_rounded_, ANYWHERE)
-LIBRARY.impl("adam_rounded", _shapes, "Meta")
+LIBRARY.impl("adam_rounded", empty_results, "Meta")
 LIBRARY.impl("adam_rounded_", lambda *args, **more: None, "Meta")

@@ -50,24 +50,17 @@ ATTENTION_BLOCK = torch.ops.graphzero.attention_block.default
 ATTENTION_BLOCK_BACKWARD = torch.ops.graphzero.attention_block_backward.default
 
 
-def _attention_meta(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, draws: Tensor | None = None,
-    dropout: float = 0.0, *, start: int = 0, step: int = 1, total: int = -1,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    batch, heads, length, _ = q.shape
-    out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
-    return out, q.new_empty((batch, heads, length), dtype=wide(q.dtype))
+def _room(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    batch, heads, length, _ = x.shape
+    return x.new_empty((batch, length, heads, dim), dtype=dtype).transpose(1, 2)
 
 
-def _attention_backward_meta(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
-    scale: float, draws: Tensor | None = None, dropout: float = 0.0, *, start: int = 0, step: int = 1, total: int = -1,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    def like(x: Tensor) -> Tensor:
-        batch, heads, length, dim = x.shape
-        return x.new_empty(batch, length, heads, dim).transpose(1, 2)
+def _attention_meta(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return _room(q, v.shape[-1], q.dtype), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
 
-    return like(q), like(k), like(v)
+
+def _attention_backward_meta(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> list[Tensor]:
+    return [_room(x, x.shape[-1], x.dtype) for x in (q, k, v)]
 
 
 def _save_attention(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -84,11 +77,6 @@ def _attention_grad(ctx, grad, _):  # type: ignore[no-untyped-def]
 
 
 # ---- one block of keys, in ``wide`` of the inputs' dtype, as blocks are added up
-
-
-def _room(x: Tensor, dim: int) -> Tensor:
-    batch, heads, length, _ = x.shape
-    return x.new_empty((batch, length, heads, dim), dtype=wide(x.dtype)).transpose(1, 2)
 
 
 def _places(rows: int, pieces: int, sections: int, hop: int, start: int) -> tuple[RowPlaces, RowPlaces]:
@@ -113,7 +101,7 @@ def _attention_block(
     start: int = 0, step: int = 1, total: int = -1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if total == -1:  # of all ranks
-        out, logsumexp = _attention_block_meta(q, k, v, bias, causal, scale, draws, dropout, pieces, sections, hop)
+        out, logsumexp = _attention_block_meta(q, k, v)
         for rows, first in _pieces(q.shape[2], pieces, sections):
             operands = (_rows(x, rows) for x in (q, k, v, bias))
             more = pieces, sections, hop, _rows(before, rows), _rows(sums, rows)
@@ -131,23 +119,17 @@ def _rows(x: Tensor | None, rows: slice) -> Tensor | None:
     return x if x is None or x.shape[2] == 1 else x[:, :, rows]
 
 
-def _attention_block_meta(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, draws: Tensor | None,
-    dropout: float, pieces: int, sections: int, hop: int, before: Tensor | None = None, sums: Tensor | None = None, *,
-    start: int = 0, step: int = 1, total: int = -1,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _room(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+def _attention_block_meta(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return _room(q, v.shape[-1], wide(q.dtype)), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
 
 
 def _attention_block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
     scale: float, draws: Tensor | None, dropout: float, pieces: int, sections: int, hop: int, *, start: int = 0,
     step: int = 1, total: int = -1,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> list[Tensor]:  # fmt: skip
     if total == -1:
-        results = _attention_block_backward_meta(
-            grad, q, k, v, out, logsumexp, bias, causal, scale, draws, dropout, pieces, sections, hop
-        )
+        results = _attention_block_backward_meta(grad, q, k, v)
         for rows, first in _pieces(q.shape[2], pieces, sections):
             operands = (_rows(x, rows) for x in (grad, q, k, v, out, logsumexp, bias))
             args: Any = [*operands, causal, scale, _rows(draws, rows), dropout, pieces, sections, hop]
@@ -157,16 +139,11 @@ def _attention_block_backward(
         return results
     places = _places(q.shape[2], pieces, sections, hop, start)
     gradients = kernels.backward_of_block(grad, q, k, v, out, logsumexp, bias, causal, scale, draws, dropout, *places)
-    dq, dk, dv = (x.to(logsumexp.dtype) for x in gradients)
-    return dq, dk, dv
+    return [x.to(logsumexp.dtype) for x in gradients]
 
 
-def _attention_block_backward_meta(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
-    scale: float, draws: Tensor | None, dropout: float, pieces: int, sections: int, hop: int, *, start: int = 0,
-    step: int = 1, total: int = -1,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _room(q, q.shape[-1]), _room(k, k.shape[-1]), _room(v, v.shape[-1])
+def _attention_block_backward_meta(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> list[Tensor]:
+    return [_room(x, x.shape[-1], wide(x.dtype)) for x in (q, k, v)]
 
 
 LIBRARY.impl("attention", kernels.forward, ANYWHERE)
