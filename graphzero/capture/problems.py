@@ -93,8 +93,7 @@ def place_of(function: Callable[..., Any]) -> str:
 
 
 def find_refusal(module: nn.Module) -> tuple[str, str] | None:
-    """Why a module is not what it seems, a wrapper that trains by itself or code that is not Python, and what to give
-    instead; None for any other."""
+    """For a wrapper that trains by itself or code that is not Python: what it is, and what to give instead."""
     return next((_REFUSED[base.__name__] for base in type(module).__mro__ if base.__name__ in _REFUSED), None)
 
 
