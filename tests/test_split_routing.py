@@ -74,7 +74,9 @@ def test_no_token_is_sent_along_a_data_axis_beside_experts() -> None:
 
 
 def test_each_rank_multiplies_its_own_rows_alone() -> None:
-    graph = train(model_of(), virtual(dp=2), micro_batches=3)
+    graph = train(
+        model_of(), virtual(dp=2), configure=lambda graph: graph.config.set_split_experts("weights"), micro_batches=3
+    )
     products = lines(graph.program, "= grouped_mm(")
     rows = TOKENS * 2 // 2 // 3
     assert len(products) == 24 and all(f"[{rows}, " in line or f", {rows}]" in line or "f64[4, " in line

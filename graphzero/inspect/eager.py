@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -43,6 +43,7 @@ def eager_step(start: StepStart) -> dict[str, Any]:
         root.add_module(name, module)
     reals = {**dict(root.named_parameters()), **dict(root.named_buffers())}
     params = {path: _parameter(reals[path], x) for path, x in start.params.items()}
+    computed = _watch_gradients(params.values())
     buffers = {path: x.clone() for path, x in start.buffers.items()}
     state: dict[str, Any] = {**params, **buffers}
     stand_ins = {id(real): state[path] for path, real in reals.items()}
@@ -68,7 +69,8 @@ def eager_step(start: StepStart) -> dict[str, Any]:
             results[f"output {i}"] = leaf.detach() if isinstance(leaf, Tensor) else leaf
         grads = {path: p.grad for path, p in params.items() if p.grad is not None}
         scaled = _scale_after(start, grads, now) if grads else 1.0
-        results |= {f"gradient {path}": grad.detach() * scaled for path, grad in grads.items()}
+        as_computed = {path: grad for path, grad in grads.items() if computed(params[path])}
+        results |= {f"gradient {path}": grad.detach() * scaled for path, grad in as_computed.items()}
         _widen(start, params.values())
         if grads and all(grad.isfinite().all() for grad in grads.values() if scaled != 1):
             results |= _update(
@@ -122,6 +124,25 @@ def _parameter(real: Tensor, whole: Tensor) -> nn.Parameter:
     for hook in (_compat.gradient_hooks(real) if real.requires_grad else {}).values():
         param.register_hook(hook)
     return param
+
+
+def _watch_gradients(params: Iterable[nn.Parameter]) -> Callable[[nn.Parameter], bool]:
+    """Return whether build has left the gradient of a parameter as backward computed it, and not clipped it, say."""
+    versions: dict[int, tuple[Tensor | None, int]] = {}
+
+    def note(param: Tensor) -> None:
+        assert param.grad is not None
+        versions[id(param)] = param.grad, param.grad._version
+
+    for param in params:
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(note)
+
+    def is_as_computed(param: nn.Parameter) -> bool:
+        grad, version = versions.get(id(param), (param.grad, -1))
+        return grad is param.grad and (version < 0 or grad is None or grad._version == version)
+
+    return is_as_computed
 
 
 def _update(start: StepStart, copy_of: dict[int, nn.Parameter], params: dict[str, nn.Parameter]) -> dict[str, Any]:

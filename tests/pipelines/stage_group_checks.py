@@ -21,6 +21,9 @@ from stage_process_checks import (
     train,
     whole,
 )
+from stage_process_checks import (
+    check_a_condition_that_fails_on_one_stage_stops_all_before_they_write as _stops_before_it_writes,
+)
 from stage_process_checks import check_an_error_of_one_stage_stops_all_and_the_next_call_works as _fails_and_goes_on
 from staged import batches, staged_graph, stages_of, tensors_of
 from torch import Tensor, nn
@@ -140,6 +143,11 @@ def check_process_groups_evaluate_save_and_load() -> None:
 def check_process_groups_behind_an_error_of_one_stage() -> None:
     with process_groups():
         _fails_and_goes_on()
+
+
+def check_process_groups_behind_a_condition_that_fails_on_one_stage() -> None:
+    with process_groups():
+        _stops_before_it_writes()
 
 
 def check_ranks_that_only_receive_scalars_are_marked_when_that_fails() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from processes import computed_once, slow
 from staged import Net, batches, placement, staged_graph, stages_of, tensors_of
 from storages import Storages
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphzero as gz
+from graphzero.errors import CheckError
 from graphzero.schedules import GENERATORS
 
 SHAPE, NAMES = (2, 2), ("pp", "dp")
@@ -273,6 +275,33 @@ def check_an_error_of_one_stage_stops_all_and_the_next_call_works() -> None:
     reason = graph._source.state().partial_update_reason()
     if not reason:
         assert all(map(torch.equal, train(graph, where), train(other, where)))
+
+
+def check_a_condition_that_fails_on_one_stage_stops_all_before_they_write() -> None:
+    where, model = real(), model_of()
+    for schedule, stages in [("1f1b", 2), ("zbv", 4)]:
+        graph, other = (
+            graph_on(
+                where, model, stages_of(4, stages), schedule=schedule, loss_fn=small_loss, micro_batches=4, stage=2
+            )
+            for _ in range(2)
+        )
+        train(graph, where), train(other, where)
+        x, y = batches(1)[0]
+        try:
+            graph(share(x * 1e7, where), share(y, where))
+        except CheckError as error:
+            assert "as they were before" in str(error), error
+        else:
+            raise AssertionError("the call went on")
+        assert all(map(torch.equal, train(graph, where), train(other, where)))
+
+
+def small_loss(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    scores = model(x)
+    loss = F.cross_entropy(scores, y)
+    assert loss < 1e3
+    return loss, scores
 
 
 def check_bytes_of_each_stage_are_the_plans() -> None:

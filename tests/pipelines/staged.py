@@ -66,11 +66,12 @@ def placement(*shape: int, names: Sequence[str] = ("pp", "dp")) -> gz.Placement:
 
 def staged_graph(
     model: nn.Module, marks: Mapping[str, int] | None, where: gz.Placement, schedule: Any = "1f1b",
-    optimizer: Callable[..., torch.optim.Optimizer] | None = None, loss_fn: Any = cross_entropy, **options: Any,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None, loss_fn: Any = cross_entropy,
+    kind: type[TrainGraph] = TrainGraph, **options: Any,
 ) -> TrainGraph:  # fmt: skip
     """A step on pipeline stages; without marks the same on the ranks of one stage."""
     make = optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-2))
-    graph = TrainGraph(
+    graph = kind(
         model, loss_fn, make(model.parameters()), placement=where if marks else where.without_pipeline(), **options
     )
     for path, stage in (marks or {}).items():

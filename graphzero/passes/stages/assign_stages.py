@@ -15,7 +15,7 @@ from graphzero.errors import ConfigError
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_name
 from graphzero.ir.graph import StepGraph
-from graphzero.ops import MOVE, PIN
+from graphzero.ops import CHECK, MOVE, PIN
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.stages.recomputed_values import recomputed_values
 from graphzero.passes.stages.stage_marks import StageMarks
@@ -39,6 +39,7 @@ class AssignStages(BuiltinPass):
              computes again is where forward computes it
     update   that of the parameters and states that it leads to; where these are on several, the last stage of what
              it reads
+    check    all stages, before the update, so that a step stops on all of them or on none
     ======== =======================================================================================================
 
     A value of forward that backward computes again, as ``torch.utils.checkpoint`` has it, is read on other stages as
@@ -347,10 +348,30 @@ class _Assignment:
                         node.replace_input_with(x, there)
         placeholders = {node.name: node for node in graph.placeholders()}
         updates = {name: on_stage(new, self.stages[placeholders[name]]) for name, new in graph.updates.items()}
-        graph.set_output(graph.outputs, graph.aux, updates)
-        for node in reversed(self.recomputed):
+        graph.set_output(graph.outputs, self._checks_of_all_stages(), updates)
+        for node in reversed([*self.recomputed, *(node for node in self.nodes if node.target is CHECK)]):
             if not node.users:
                 graph.graph.erase_node(node)
+
+    def _checks_of_all_stages(self) -> dict[str, fx.Node]:
+        """The auxiliary results of the step, with each check made on every stage of what one stage computes."""
+        graph, aux = self.graph, dict[str, fx.Node]()
+        first = next(node for node in graph.nodes if node.op == "output" or value.phase_of(node) == "update")
+        for name, check in graph.aux.items():
+            if check.target is not CHECK:
+                aux[name] = check
+                continue
+            ok = value.operand(check)
+            behind = ok.next if value.phase_of(ok) == "update" else first
+            for stage in range(self.marks.count):
+                with graph.graph.inserting_before(behind):
+                    there = ok
+                    if self.stages[ok] != stage:
+                        there = graph.call(MOVE, (ok, stage), value.type_of(ok), like=ok, name="move", phase="update")
+                    aux[f"{name}.{stage}"] = graph.call(
+                        CHECK, (there, check.args[1]), value.type_of(check), like=check, name="check", phase="update"
+                    )
+        return aux
 
 
 def _known(stages: Iterable[int | None]) -> list[int]:

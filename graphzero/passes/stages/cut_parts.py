@@ -34,7 +34,7 @@ from graphzero.ir.pipeline_parts import (
 )
 from graphzero.ir.pipeline_stages import is_of_params, stages_of
 from graphzero.ir.value import Role
-from graphzero.ops import MOVE
+from graphzero.ops import CHECK, MOVE
 
 
 def cut_parts(graph: StepGraph, splits_backward: bool = False) -> PipelineParts:
@@ -70,11 +70,12 @@ class _PartCutter:
         self.sent = self._sent_values() if splits_backward else set()
         self.keys: dict[fx.Node, PartKey] = {}
         self.behind: dict[fx.Node, frozenset[PartKey]] = {}
-        for node in self.nodes:
-            before = frozenset(key for x in node.all_input_nodes for key in self.behind[x])
-            self.behind[node] = before
-            if (key := self._key(node, before)) is not None:
-                self.keys[node], self.behind[node] = key, frozenset([key])
+        self.checked = 0  # the level of the last check: what no check depends on runs at no earlier one
+        checks = [node for node in self.nodes if node.target is CHECK]
+        before = {x for check in checks for x in value.ancestors(check)}
+        self._place(node for node in self.nodes if node in before)
+        self.checked = max((self.keys[check].level for check in checks), default=0)
+        self._place(node for node in self.nodes if node not in before)
         self.parts: dict[PartKey, _PartWriter] = {}
 
     # ---- where each value is computed
@@ -100,6 +101,13 @@ class _PartCutter:
             if self.region(node) == FORWARD and (node.target is MOVE or node in sent):
                 sent.update(node.all_input_nodes)
         return sent
+
+    def _place(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            before = frozenset(key for x in node.all_input_nodes for key in self.behind[x])
+            self.behind[node] = before
+            if (key := self._key(node, before)) is not None:
+                self.keys[node], self.behind[node] = key, frozenset([key])
 
     def region(self, node: fx.Node) -> int:
         if self.body:
@@ -133,16 +141,17 @@ class _PartCutter:
             return None
         if node.target is operator.getitem and (source := value.operand(node)) in self.keys:
             return self.keys[source]  # a result is handed over by itself, not with all others of its op
-        region = self.region(node)
+        region, is_check = self.region(node), node.target is CHECK
         if region == FORWARD:
             kinds = [key.kind for key in before if key.stage == stage and key.kind in BODY]
             kind = BACKWARD if value.phase_of(node) != "forward" else FORWARD
             if kind == BACKWARD and self.splits_backward and node not in self.sent:
                 kind = BACKWARD_WEIGHT
             key = PartKey(max([kind, *kinds]), 0, stage)
-        else:
-            levels = [key.level + (key.stage != stage) for key in before if key.kind == region]
-            key = PartKey(region, max(levels, default=0), stage)
+        else:  # a check is behind what it reads on its own stage too: then this has been sent to the others
+            levels = [key.level + (key.stage != stage or is_check) for key in before if key.kind == region]
+            levels.append(self.checked if region == EPILOGUE else 0)
+            key = PartKey(region, max(levels), stage)
         for other in before:
             self._check_direction(node, key, other)
         return key
@@ -207,7 +216,7 @@ class _PartCutter:
         """The part that writes a state of ``stage``: behind those that read it, ``able``, and those of ``source``."""
         own = self.count - 1 if stage is None else stage
         levels = [key.level + (key.stage > own) for key in source if key.kind == EPILOGUE]
-        first = PartKey(EPILOGUE, max(levels, default=0), own)
+        first = PartKey(EPILOGUE, max([*levels, self.checked]), own)
         return max([first, *(key for key in able if key.kind == EPILOGUE)])
 
     def _write_updates(self) -> None:
