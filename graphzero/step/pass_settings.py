@@ -47,7 +47,7 @@ def program_of(
         graph, placed = in_micro_batches(graph, settings, placed)
     options = options_of(settings, placed, pipeline_stages)
     if settings.cuda_graph or pipeline_stages or settings.auto_stages is not None:
-        # such a step cannot stop on all ranks before its update, so an exchange has room for all rows
+        # a check of room comes after stages are assigned, and a recording stops at none: so there is room for all rows
         options = replace(options, expert_capacity=float(prod(graph.placement.hierarchy)))
     if pipeline_stages or settings.auto_stages is not None:
         decisions, device = list[str](), plain(whole.device_type)
