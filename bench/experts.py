@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from _run import average, markdown, on_gloo
-from step_time import Timed, ms, time_in_turn
+from step_time import Timed, peer_table, time_in_turn
 from systems import adamw
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +34,16 @@ SMALL = {"vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4, "num_at
 WAYS = (("weights", 1.25), ("tokens", 1.25), ("exchange", 1.25), ("exchange", 2.0))
 
 
-class Train(gz.Graph):
+class Mixture(gz.Graph):
+    model: nn.Module
+
+    def build(self, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss
+
+
+class Train(Mixture):
     """layers: of the model.  axis: of the placement.  splits: the SBPs of its weights.  stage: of ZeRO, 0 for none.
     way: of experts that a data axis splits."""
 
@@ -61,13 +70,8 @@ class Train(gz.Graph):
             self.config.enable_zero(stage=stage)
         self.config.set_split_experts(way, capacity=room)
 
-    def build(self, ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return loss
 
-
-class TrainSmall(gz.Graph):
+class TrainSmall(Mixture):
     """The same on two gloo ranks at stage 3, in float32."""
 
     def __init__(self, model: nn.Module, way: str, room: float) -> None:
@@ -76,11 +80,6 @@ class TrainSmall(gz.Graph):
         self.add_optimizer(adamw(model))
         self.config.enable_zero(stage=3)
         self.config.set_split_experts(way, capacity=room)
-
-    def build(self, ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return loss
 
 
 def small_model() -> nn.Module:
@@ -115,18 +114,6 @@ def time_ways(rank: int) -> dict[str, Timed]:
     return time_in_turn(steps, batches, 7, 4, lambda loss: average(float(loss)), between_barriers=True)
 
 
-def time_table(times: dict[str, Timed]) -> str:
-    rows = []
-    for name, one in times.items():
-        low, middle, high = one.to(times["DDP"])
-        ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})" if name != "DDP" else "-"
-        apart = max(abs(a - b) / abs(b) for a, b in zip(one.losses, times["DDP"].losses, strict=True))
-        rows.append(
-            [name, ms(one.median), ratio, ms(one.median_cpu), f"{one.cpu_to(times['DDP']):.2f}", f"{apart:.0e}"]
-        )
-    return markdown(["2 gloo ranks", "median, ms", "of DDP (quartiles)", "CPU, ms", "of DDP", "losses apart"], rows)
-
-
 def plan_of(tokens: int, layers: int, ranks: int, axis: str, *how: Any) -> tuple[float, ...]:
     """Bytes of a rank: of parameters and states, what the peak has beside them, sent of parameters and their gradients,
     and sent otherwise."""
@@ -152,7 +139,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     rows = []
     if options.time:
-        print(time_table(on_gloo(2, time_ways)))
+        print(peer_table(on_gloo(2, time_ways), "DDP"))
         return
     if options.ways:
         for way, room in (*WAYS[:3], ("exchange", 4.0)):

@@ -18,14 +18,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
-from _run import average, markdown, on_gloo, options_of
-from step_time import Timed, ms, time_in_turn
+from _run import average, on_gloo, options_of
+from step_time import Timed, peer_table, time_in_turn
 from systems import adamw
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -142,19 +142,6 @@ def time_systems(rank: int, options: argparse.Namespace) -> dict[str, Timed]:
     )
 
 
-def time_table(times: Mapping[str, Timed]) -> str:
-    rows, first = [], next(iter(times.values())).losses
-    for name, one in times.items():
-        beside = "-", "-"
-        if name != PEER and PEER in times:
-            low, middle, high = one.to(times[PEER])
-            beside = f"{middle:.2f} ({low:.2f} to {high:.2f})", f"{one.cpu_to(times[PEER]):.2f}"
-        apart = max(abs(a - b) / abs(b) for a, b in zip(one.losses, first, strict=True))
-        rows.append([name, ms(one.fastest), ms(one.median), beside[0], ms(one.median_cpu), beside[1], f"{apart:.0e}"])
-    head = ["", "fastest, ms", "median, ms", f"of {PEER} (quartiles)", "CPU, ms", f"of {PEER}", "losses apart"]
-    return markdown(head, rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -173,7 +160,7 @@ def main() -> None:
         f"GPT, {options.layers} layers of width {options.width}, {options.batch} sequences of {options.length} tokens; "
         f"{options.ranks} gloo ranks, one thread each\n"
     )
-    print(time_table(on_gloo(options.ranks, time_systems, options)))
+    print(peer_table(on_gloo(options.ranks, time_systems, options), PEER))
 
 
 if __name__ == "__main__":

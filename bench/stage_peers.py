@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 from _run import markdown, on_gloo, options_of
 from peak_memory import MALLOC, high_water, mb, reset
-from step_time import Timed, ms, time_in_turn
+from step_time import Timed, apart, ms, time_in_turn
 from systems import adamw
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
@@ -265,10 +265,8 @@ def time_table(times: Mapping[str, Timed]) -> str:
                 low, middle, high = one.to(times[peer])
                 ratios.append(f"{middle:.2f} ({low:.2f} to {high:.2f}) of {peer}")
                 cpu.append(f"{one.cpu_to(times[peer]):.2f}")
-        first = next(iter(times.values())).losses
-        apart = max(abs(a - b) / abs(b) for a, b in zip(one.losses, first, strict=True))
         beside = "; ".join(ratios) or "-", ms(one.median_cpu), "; ".join(cpu) or "-"
-        rows.append([name, ms(one.fastest), ms(one.median), *beside, f"{apart:.0e}"])
+        rows.append([name, ms(one.fastest), ms(one.median), *beside, apart(one, times)])
     head = ["", "fastest, ms", "median, ms", "ratio (quartiles)", "CPU, ms", "ratio", "losses apart"]
     return markdown(head, rows)
 
