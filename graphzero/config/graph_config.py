@@ -94,9 +94,9 @@ class GraphConfig(metaclass=PluginMembers):
         path: of a folder in which each rank keeps both in files, instead of in memory; it is made if it is not there.
         The files go when the Graph does.  Of CPU ranks this is how memory is saved.
 
-        Raises ConfigError beside ``set_cuda_graph``; when the step is compiled, with pipeline stages, and for fewer
-        bytes of activations than it can do with, which it names; when states are laid out, for a folder that cannot be
-        written, or a disk that has no room.
+        Raises ConfigError beside ``set_cuda_graph``; when the step is compiled, for activations of pipeline stages, and
+        for fewer bytes of activations than it can do with, which it names; when states are laid out, for a folder that
+        cannot be written, or a disk that has no room.
         """
         self._set(offload=offload_of(states, activations, path))
 

@@ -138,6 +138,8 @@ class PipelinePlan:
             lines[0] += f", {seconds.bubble:.3f} by planned seconds on {seconds.device}"
             columns += ["forward", "backward"]
             transfers = {(source, target): each for source, target, each in seconds.transfers}
+        has_host = any(member.memory.host for member in self.members)
+        columns += ["on host"] * has_host
         lines.append("".join(f"{name:>14}" for name in columns))
         for member in self.members:
             resident = member.memory.resident
@@ -146,6 +148,7 @@ class PipelinePlan:
             if seconds is not None:
                 each = (seconds.stages[stage] for stage in member.stages)
                 texts += [format_seconds(sum(direction)) for direction in zip(*each, strict=True)]
+            texts += [mega(member.memory.host)] * has_host
             lines.append("".join(f"{text:>14}" for text in texts))
         for edge in self.edges:
             lines.append(f"stage {edge.source} -> {edge.target}: {edge.messages} messages of {mega(edge.bytes)}")

@@ -98,8 +98,8 @@ def check_pipeline(settings: Settings, members: int) -> None:
         "set_optimizer_in_backward": settings.optimizer_in_backward
         and "the default: a rank steps after backward of its last micro-batch, until which it has to hold sums of "
         "gradients anyway. To hold less, config.enable_zero(stage=3), config.set_memory_budget(bytes)",
-        "enable_offload": settings.offload.is_on
-        and "states split over the data ranks, config.enable_zero(stage=1), and config.set_activation_memory(...)",
+        "activations on the host": settings.offload.activations is not None
+        and "states on the host, config.enable_offload(), and config.set_activation_memory(...), which recomputes",
         "set_cuda_graph": settings.cuda_graph and 'compiled parts, config.set_executor("inductor")',
     }
     for name, alternative in instead.items():

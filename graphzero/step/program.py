@@ -62,6 +62,13 @@ class ProgramPart:
                 self._executor = Executor(self.graph, world, *how)
         return self._executor
 
+    def graphs_in(self, world: World) -> list[StepGraph]:
+        """The graphs that run in this process: the whole program, or the parts of its pipeline stages."""
+        if self.pipeline is None:
+            return [self.graph]
+        parts, member_of = self.pipeline.parts.parts, self.pipeline.member_of
+        return [part.graph for part in parts if world.member in (None, member_of(part.key.stage))]
+
     @property
     def has_executor(self) -> bool:
         return self._executor is not None

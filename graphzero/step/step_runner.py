@@ -43,7 +43,8 @@ class StepRunner:
         program, state = prepared.program, prepared.call.state
         captured, tensors = program.captured, state.tensors()
         ranks = self.source.ranks
-        host = HostStates(program.graph, prepared.source.world, prepared.call.settings.offload.path)
+        world = prepared.source.world
+        host = HostStates(program.part.graphs_in(world), world, prepared.call.settings.offload.path)
         shared = ranks.agree_on(
             BIND,
             lambda: preflight.check_binding(state, program.graph, captured.states, tensors, host),
@@ -57,7 +58,7 @@ class StepRunner:
                 state.apart.clear()
                 raise ranks.by_all(error, ranks.ids[0]) from None
         with phase("code"):
-            executor = program.part.executor(prepared.source.world)
+            executor = program.part.executor(world)
         with phase("tensors"):
             values = bind(state, program.graph, captured.states, captured.constants, tensors, program.homes, host)
             executor.bind(values)

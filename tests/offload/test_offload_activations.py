@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from offload_toys import OffloadGraph, batch, differences
+from offload_toys import differences
 from torch import nn
 
 import graphzero as gz
@@ -285,12 +285,3 @@ def test_settings_of_activations_say_what_is_wrong():
     assert config.description == "offload=none, activations=100"
     with pytest.raises(gz.ConfigError, match=r"set_cuda_graph\(\) and enable_offload\(\)"):
         config.set_cuda_graph()
-
-
-def test_pipeline_stages_are_refused_for_activations_too():
-    graph = OffloadGraph(where=gz.placement("cpu", [[0, 1], [2, 3]], names=("pp", "dp"), virtual=True))
-    graph.config.set_stage("model.0", 0)
-    graph.config.set_stage("model.4", 1)
-    graph.config.enable_offload(False, activations=100)
-    with pytest.raises(gz.ConfigError, match=r"with enable_offload yet\n.*set_activation_memory"):
-        graph(*batch())

@@ -210,12 +210,3 @@ def test_a_recorded_step_is_refused():
     config.enable_offload()
     with pytest.raises(gz.ConfigError, match=r"set_cuda_graph\(\) and enable_offload\(\): .*leave one of them out"):
         config.set_cuda_graph()
-
-
-def test_pipeline_stages_are_refused_with_what_works_there():
-    graph = OffloadGraph(where=gz.placement("cpu", [[0, 1], [2, 3]], names=("pp", "dp"), virtual=True))
-    graph.config.set_stage("model.0", 0)
-    graph.config.set_stage("model.4", 1)
-    graph.config.enable_offload()
-    with pytest.raises(gz.ConfigError, match=r"pipeline stages do not work with enable_offload yet\n.*enable_zero"):
-        graph(*batch())

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import graphzero as gz
 from graphzero.errors import CheckError
 from graphzero.schedules import GENERATORS
+from graphzero.testing import strict_transfers
 
 SHAPE, NAMES = (2, 2), ("pp", "dp")
 
@@ -200,6 +201,22 @@ def check_checkpoints_have_nothing_of_stages() -> None:
     for other in others:
         assert all(map(torch.equal, tensors_of(other.full_state_dict()), tensors_of(first.full_state_dict())))
     assert all(map(torch.equal, train(first, where), train(others[0], where)))
+
+
+def check_states_in_files_have_the_same_bits_and_are_those_of_the_own_stage() -> None:
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    where, options = real(), {"stage": 2, "micro_batches": 4, **ADAM}
+    plain, graph = (graph_on(where, model_of(tied=True), stages_of(4, 2), **options) for _ in range(2))
+    graph.config.enable_offload(path=folder[0])
+    graph.config.bucket_bytes = 400
+    with strict_transfers():
+        assert all(map(torch.equal, train(plain, where), train(graph, where)))
+    (file,) = graph._source.world.host_copies.files
+    states = [local(states[key]) for states in graph.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    memory = graph.plan.pipeline.members[where.pipeline_member(dist.get_rank())].memory
+    held = sum(x.nbytes for x in states if x.numel())
+    assert all(file.holds(x) for x in states if x.numel()) and 0 < held <= memory.host
 
 
 def check_eager_code_sees_whole_parameters() -> None:

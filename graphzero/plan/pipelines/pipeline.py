@@ -17,7 +17,7 @@ from graphzero.passes.stages.stage_marks import StageMarks
 from graphzero.plan.device import Device
 from graphzero.plan.pipelines.pipeline_memory import PipelineMemory
 from graphzero.plan.pipelines.pipeline_seconds import pipeline_seconds
-from graphzero.plan.plan import MemoryPlan, PipelineEdge, PipelinePlan, Plan, is_average, plan_of
+from graphzero.plan.plan import HostTraffic, MemoryPlan, PipelineEdge, PipelinePlan, Plan, is_average, plan_of
 from graphzero.plan.variants import YOUNG, Candidate, Variants, run_unverified
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.placement import Placement
@@ -155,6 +155,7 @@ def plan_of_pipeline(graph: StepGraph, pipeline: PipelineProgram, links: Links =
         collectives=collectives,
         padding_bytes=sum(plan.padding_bytes for plan in calls),
         comm_volume=sum(collective.elements for collective in collectives) / max(count, 1),
+        host_traffic=HostTraffic(*map(sum, zip(*(plan.host_traffic for plan in calls), strict=True))),
         decisions=tuple(_warnings(timeline)),
         pipeline=PipelinePlan(
             pipeline.schedule.name,

@@ -41,6 +41,7 @@ class _PartMemory:
     handed_over: value -> the storage it is in, if the part has made it.  nbytes, begins, category: of these storages.
     passed_on: value -> the placeholder in whose storage it is.
     given: placeholder that other parts fill -> bytes, and the position of its last reader.
+    on_host: state in host memory -> bytes.  most_on_host: the most bytes that the part itself has there at any moment.
     """
 
     def __init__(self, graph: StepGraph, outputs: list[ValueKey]) -> None:
@@ -77,6 +78,9 @@ class _PartMemory:
                 self.category[span.storage] = span.category if span.storage in params else "activations"
             elif role is None:
                 saved.append(span)
+        on_host = at.on_host()
+        self.on_host = {span.storage[0].name: span.nbytes for span in on_host if span.begin < 0}
+        self.most_on_host = int(at.over_time(on_host).max())  # of what the part itself makes there
         self.made = {name: at.over_time(x for x in saved if x.category == name) for name in CATEGORIES}
         self.made["communication"] = self.made["communication"] + at.transient
 
@@ -156,7 +160,10 @@ class PipelineMemory:
         )
         resident = self._resident(calls)
         state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
-        plan = MemoryPlan(resident, at_peak, state, where, most_activations)
+        parts = {call.part: self.parts[call.part] for call in calls}.values()
+        stays = sum({name: nbytes for part in parts for name, nbytes in part.on_host.items()}.values())
+        host = stays + max(part.most_on_host for part in parts)
+        plan = MemoryPlan(resident, at_peak, state, where, most_activations, host, stays)
         return PipelineMember(pipeline.schedule.stages_on(member), plan, most)
 
     def _resident(self, calls: list[PartCall]) -> dict[str, int]:

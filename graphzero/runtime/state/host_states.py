@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,12 +20,14 @@ from graphzero.runtime.world.world import World
 class HostStates:
     """Host memory of a program that is being bound.
 
+    graphs: that run in this process, one, or the parts of pipeline stages.
     folder: of the files that states and activations go into; None for memory.
     """
 
-    def __init__(self, graph: StepGraph, world: World, folder: str | None) -> None:
-        self.graph, self.world, self.folder = graph, world, folder
-        self.nodes = {node.name: node for node in graph.placeholders("state") if is_host_state(node)}
+    def __init__(self, graphs: Sequence[StepGraph], world: World, folder: str | None) -> None:
+        self.graphs, self.world, self.folder = graphs, world, folder
+        states = [(graph, node) for graph in graphs for node in graph.placeholders("state")]
+        self.nodes = {node.name: (graph, node) for graph, node in states if is_host_state(node)}
         self._file: MappedFile | None = None
         self._rooms: MappedFile | None = None
 
@@ -35,9 +37,12 @@ class HostStates:
 
         Raises ConfigError where there is no room for it.
         """
-        rooms = self.graph.graph.find_nodes(op="call_function", target=ops.host_room)
         ranks = self.world.rank_ids
-        nbytes = sum(room_space(self.graph, room, ranks) for room in rooms) * len(ranks)
+        nbytes = len(ranks) * sum(
+            room_space(graph, room, ranks)
+            for graph in self.graphs
+            for room in graph.graph.find_nodes(op="call_function", target=ops.host_room)
+        )
         if self.folder is not None and nbytes:
             file = self.world.host_copies.rooms
             is_enough = file is not None and file.folder == self.folder and len(file) >= nbytes
@@ -85,11 +90,11 @@ class HostStates:
 
     def _nbytes(self, name: str) -> int:
         """Bytes that this process keeps of a state."""
-        node = self.nodes[name]
+        graph, node = self.nodes[name]
         type_ = value.tensor_type(node)
         if self.world.placement.virtual:
             return type_.nbytes
-        return nbytes_on(self.graph, type_, value.nd_of(node), self.world.rank_ids[0])
+        return nbytes_on(graph, type_, value.nd_of(node), self.world.rank_ids[0])
 
 
 def _with_local(tensor: Tensor, local: Tensor) -> Tensor:
