@@ -57,10 +57,10 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest $(SPREAD) -m slow
 
 # Steps beside plain PyTorch once more, with the last bits that an unlike CPU might give (tests/other_kernels.py), and
-# with transfers between virtual ranks that end no earlier than they must (graphzero/testing/strict.py).
+# with transfers between ranks that end no earlier than they must (graphzero/testing/strict.py).
 test-rounding: $(READY)
 	$(BIN)/python -m pytest $(SPREAD) -m "not slow" --other-kernels --strict-transfers tests/test_graph_nd.py tests/test_build.py \
-		tests/optimizers/test_torch_optimizers.py
+		tests/optimizers/test_torch_optimizers.py tests/micro/test_micro_processes.py tests/offload/test_offload_processes.py
 
 # All tests under every kind of CPU that this one can stand for: hours.
 test-cpus: $(READY)

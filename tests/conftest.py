@@ -24,7 +24,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--other-kernels", action="store_true", help="round as an unlike CPU would; see other_kernels.py")
-    parser.addoption("--strict-transfers", action="store_true", help="transfers between virtual ranks end at the wait")
+    parser.addoption("--strict-transfers", action="store_true", help="transfers between ranks end at the wait")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--strict-transfers"):
+        os.environ["GRAPHZERO_TESTS_STRICT"] = "1"  # for processes that tests start; see runtime/processes.py
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

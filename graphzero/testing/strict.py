@@ -1,9 +1,9 @@
-"""Transfers between virtual ranks, messages between their pipeline stages, and copies to and from host memory, that
+"""Transfers between ranks, messages between pipeline stages of virtual ranks, and copies to and from host memory, that
 take as long as they may, and in which nobody may meddle."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -16,9 +16,11 @@ from graphzero.errors import GraphZeroError
 from graphzero.ir.pipeline_parts import Slot
 from graphzero.runtime.execute.executor import Results
 from graphzero.runtime.execute.pipeline_executor import PipelineExecutor
+from graphzero.runtime.transport.primitives import Handle
 from graphzero.runtime.world.host_copies import HostCopies
-from graphzero.runtime.world.virtual import COLLECTIVE_FUNCTIONS, VirtualWorld
-from graphzero.runtime.world.world import Run
+from graphzero.runtime.world.process import ProcessWorld
+from graphzero.runtime.world.virtual import VirtualWorld
+from graphzero.runtime.world.world import World
 from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.testing.poison import fill_with_poison_, is_poison, same_bits
 from graphzero.testing.strict_stages import run_step_by_members
@@ -26,11 +28,12 @@ from graphzero.testing.strict_stages import run_step_by_members
 
 @contextmanager
 def strict_transfers() -> Iterator[None]:
-    """Within it, collectives between virtual ranks, messages between their pipeline stages, and copies between host
-    memory and the device of any ranks on CPUs, move their data when a program waits for them, and not before.
+    """Within it, collectives and copies between host memory and the device, of any ranks on CPUs, and messages between
+    pipeline stages of virtual ranks, move their data when a program waits for them, and not before.
 
     By itself a world of virtual ranks transfers when a collective is launched, so a program that reads what has not
-    arrived, or writes over what is still being sent, computes the right numbers there, and wrong ones on a GPU.  Here
+    arrived, or writes over what is still being sent, computes the right numbers there, and wrong ones on a GPU. Between
+    processes every rank has to enter it.  Here
     buffers hold no number (NaN, or the largest integer) from launch to wait, and what is reduced holds none
     afterwards either, as a transport may leave it.  Compare with the same step outside: ``assert_same_step`` does.
 
@@ -52,7 +55,8 @@ def strict_transfers() -> Iterator[None]:
         return tensors
 
     with (
-        patch.object(VirtualWorld, "begin_transfer", staticmethod(StrictTransfer)),
+        patch.object(VirtualWorld, "begin_transfer", _begin_late(VirtualWorld)),
+        patch.object(ProcessWorld, "begin_transfer", _begin_late(ProcessWorld)),
         patch.object(HostCopies, "begin_copy", staticmethod(StrictHostCopy)),
         patch.object(PipelineExecutor, "run_step", run_apart),
         patch.object(PipelineExecutor, "allocate", allocate_poison),
@@ -61,16 +65,23 @@ def strict_transfers() -> Iterator[None]:
 
 
 class StrictTransfer:
-    """A collective of a few groups of ranks that is under way until it is waited for."""
+    """A collective that is under way until it is waited for.
 
-    def __init__(self, kind: str, groups: Sequence[Run], reduction: str) -> None:
-        self.kind, self.groups, self.reduction = kind, groups, reduction
+    outs, ins: of each local rank.  transfer: carries it out, from the second of two lists to the first.
+    """
+
+    def __init__(
+        self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor],
+        transfer: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
+    ) -> None:  # fmt: skip
+        self.kind, self.outs, self.ins, self.transfer = kind, outs, ins, transfer
+        self.collective = COLLECTIVES[kind]
+        self.poisoned = [*outs, *(ins if self.collective.reduces else ())]
         with _compat.no_modes(), torch.no_grad():
-            self.sent = [[x.clone() for x in ins] for _, ins in groups]
-            for outs, ins in groups:
-                for x in (*outs, *(ins if COLLECTIVES[kind].reduces else ())):
-                    fill_with_poison_(x)
-            self.under_way = True
+            self.sent = [x.clone() for x in ins]
+            for x in self.poisoned:
+                fill_with_poison_(x)
+        self.under_way = True
 
     def wait(self) -> None:
         """Compare the buffers with what they were at the launch, then move the data."""
@@ -78,32 +89,42 @@ class StrictTransfer:
             return
         self.under_way = False
         with _compat.no_modes(), torch.no_grad():
-            for (outs, ins), sent in zip(self.groups, self.sent, strict=True):
-                self._check(outs, ins, sent)
-            for (outs, _), sent in zip(self.groups, self.sent, strict=True):  # which may share what they fill
-                self._move(outs, sent)
+            self._check()
+            sent = self.sent
+            if self.collective.is_in_place:
+                for out, x in zip(self.outs, sent, strict=True):
+                    out.copy_(x)
+                sent = [*self.outs]
+            self.transfer(self.outs, sent)
 
-    def _check(self, outs: Sequence[Tensor], ins: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        poisoned = [*outs, *(ins if COLLECTIVES[self.kind].reduces else ())]
-        for x in poisoned:
+    def _check(self) -> None:
+        for x in self.poisoned:
             if not is_poison(x):
                 raise GraphZeroError(
                     f"between its launch and its wait, something wrote to the {x.numel():,} elements that a "
                     f"{self.kind} was about to fill"
                 )
-        for x, before in zip(ins, sent, strict=True):
-            if not any(_overlap(x, out) for out in poisoned) and not same_bits(x, before):
+        for x, before in zip(self.ins, self.sent, strict=True):
+            if not any(_overlap(x, out) for out in self.poisoned) and not same_bits(x, before):
                 raise GraphZeroError(
                     f"between its launch and its wait, something wrote to the {x.numel():,} elements that a "
                     f"{self.kind} sends"
                 )
 
-    def _move(self, outs: Sequence[Tensor], sent: list[Tensor]) -> None:
-        if COLLECTIVES[self.kind].is_in_place:
-            for out, x in zip(outs, sent, strict=True):
-                out.copy_(x)
-            sent = list(outs)
-        COLLECTIVE_FUNCTIONS[self.kind](outs, sent, self.reduction)
+
+def _begin_late(world_class: type[World]) -> Callable[..., Handle]:
+    """``begin_transfer`` of a kind of world, as late as it may."""
+    begin_now = world_class.begin_transfer
+
+    def begin_transfer(
+        world: World, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str
+    ) -> Handle:
+        def transfer(outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
+            begin_now(world, kind, outs, ins, axis, reduction).wait()
+
+        return StrictTransfer(kind, outs, ins, transfer)
+
+    return begin_transfer
 
 
 class StrictHostCopy:

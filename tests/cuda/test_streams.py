@@ -23,13 +23,13 @@ def test_every_dtype_travels(world, dtype):
     x = torch.arange(12, device="cuda").remainder(2).to(dtype)
     for kind in ("all_gather", "all_to_all"):
         out = torch.empty_like(x)
-        world._begin(kind, [out], [x], "dp", "sum").wait()
+        world.begin_transfer(kind, [out], [x], "dp", "sum").wait()
         assert torch.equal(out, x)
     out = torch.empty_like(x)
-    world._begin("reduce_scatter", [out], [x.clone()], "dp", "sum").wait()
+    world.begin_transfer("reduce_scatter", [out], [x.clone()], "dp", "sum").wait()
     assert torch.equal(out, x)
     buffer = x.clone()
-    world._begin("all_reduce", [buffer], [buffer], "dp", "sum").wait()
+    world.begin_transfer("all_reduce", [buffer], [buffer], "dp", "sum").wait()
     assert torch.equal(buffer, x)
 
 
@@ -40,7 +40,7 @@ def test_memory_that_a_collective_reads_is_not_given_away(world, times):
     torch.cuda.synchronize()
     x = torch.full((size,), 3.0, device="cuda")
     torch.cuda._sleep(SLOW)
-    handle = world._begin("all_gather", [out], [x], "dp", "sum")
+    handle = world.begin_transfer("all_gather", [out], [x], "dp", "sum")
     del x
     other = torch.full((size,), 7.0, device="cuda")  # would lie where x lay, were it free
     handle.wait()
@@ -53,7 +53,7 @@ def test_a_result_is_read_after_wait_in_the_order_of_streams(world):
     torch.cuda.synchronize()
     torch.cuda._sleep(SLOW)
     x.add_(5.0)
-    handle = world._begin("all_gather", [out], [x], "dp", "sum")
+    handle = world.begin_transfer("all_gather", [out], [x], "dp", "sum")
     handle.wait()
     assert out.sum().item() == 5.0 * x.numel()
 
@@ -61,10 +61,10 @@ def test_a_result_is_read_after_wait_in_the_order_of_streams(world):
 def test_a_begun_collective_does_not_hold_the_host(world):
     x = torch.ones(1 << 20, device="cuda")
     out = torch.empty_like(x)
-    world._begin("all_gather", [out], [x], "dp", "sum").wait()
+    world.begin_transfer("all_gather", [out], [x], "dp", "sum").wait()
     torch.cuda.synchronize()
     torch.cuda._sleep(10 * SLOW)
-    handle = world._begin("all_gather", [out], [x], "dp", "sum")
+    handle = world.begin_transfer("all_gather", [out], [x], "dp", "sum")
     handle.wait()
     done = torch.cuda.Event()
     done.record()

@@ -15,7 +15,6 @@ from graphzero.ir.streams.launches import RankLaunch, check_rank_launches, list_
 from graphzero.ir.text.parser import parse
 from graphzero.runtime.transport.primitives import Handle
 from graphzero.runtime.world.virtual import VirtualWorld
-from graphzero.runtime.world.world import Run
 
 TWO_AXES = """
 graph step(dp=2, tp=2) local
@@ -87,14 +86,13 @@ class TrainGraph(gz.Graph):
 def test_the_list_is_what_is_begun(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, begin = [], VirtualWorld.begin_transfer
 
-    def note(kind: str, groups: Sequence[Run], reduction: str) -> Handle:
-        (outs, ins), *_ = groups
+    def note(world: VirtualWorld, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], *more: str) -> Handle:
         begun.append((kind, ins[0].numel(), outs[0].numel()))
-        return begin(kind, groups, reduction)
+        return begin(world, kind, outs, ins, *more)
 
     graph, x = TrainGraph(stage, (8, 130, 64, 3)), torch.randn(8, 8)
     program = graph.compile(x).program
-    monkeypatch.setattr(VirtualWorld, "begin_transfer", staticmethod(note))
+    monkeypatch.setattr(VirtualWorld, "begin_transfer", note)
     graph(x)
     listed = [(launch.kind, launch.sent, launch.received) for launch in list_rank_launches(program, 0)]
     assert begun[-len(listed) :] == listed and listed

@@ -2,14 +2,20 @@
 
 import importlib
 import json
+import os
 import tempfile
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from _ranks import start
+
+from graphzero.testing import strict_transfers
+
+STRICT = "GRAPHZERO_TESTS_STRICT"  # set by pytest's --strict-transfers, for processes that tests start
 
 
 def slow(check):
@@ -81,9 +87,11 @@ def _work(rank, ranks, folder, modules, names):
     tempfile.tempdir = folder  # which pytest clears away
     told = {}
     checks = checks_in(*modules)
+    is_strict = STRICT in os.environ
     for name in checks if names is None else names:
         try:
-            checks[name]()
+            with strict_transfers() if is_strict else nullcontext():
+                checks[name]()
             told[name] = ""
         except BaseException:
             told[name] = traceback.format_exc()

@@ -157,7 +157,9 @@ class ProcessWorld(World):
         finally:
             state.end()
 
-    def _begin(self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str) -> Handle:
+    def begin_transfer(
+        self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str
+    ) -> Handle:
         (out,), (sent,) = outs, ins
         collectives = self._collectives_of(axis)
         if collectives is not None:

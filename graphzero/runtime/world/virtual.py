@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphzero.runtime.transport.primitives import DONE, Handle, fold, same_place
-from graphzero.runtime.world.world import Run, World, device_of
+from graphzero.runtime.world.world import World, device_of
 from graphzero.sbp.placement import Placement
 
 
@@ -31,15 +31,11 @@ class VirtualWorld(World):
             self._groups[axis] = [list(group) for group in sorted(groups)]
         return self._groups[axis]
 
-    def _begin(self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str) -> Handle:
-        groups = [([outs[rank] for rank in group], [ins[rank] for rank in group]) for group in self.groups(axis)]
-        return self.begin_transfer(kind, groups, reduction)
-
-    @staticmethod
-    def begin_transfer(kind: str, groups: Sequence[Run], reduction: str) -> Handle:
-        """Transfer at once, as early as a collective may; ``testing.strict_transfers`` does it as late as it may."""
-        for outs, ins in groups:
-            COLLECTIVE_FUNCTIONS[kind](outs, ins, reduction)
+    def begin_transfer(
+        self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str
+    ) -> Handle:
+        for group in self.groups(axis):
+            COLLECTIVE_FUNCTIONS[kind]([outs[rank] for rank in group], [ins[rank] for rank in group], reduction)
         return DONE
 
 

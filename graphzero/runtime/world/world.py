@@ -130,13 +130,20 @@ class World(ABC):
             line = sum(ins[0].numel() * ins[0].element_size() for _, ins in runs) // (behind - first)
             self.trace.append(Sent(kind, axis, wire_bytes(kind, collective.whole(ranks) * line, ranks)))
         begun = [
-            self._begin(kind, outs, ins, axis, reduction) for outs, ins in runs if outs[0].numel() or ins[0].numel()
+            self.begin_transfer(kind, outs, ins, axis, reduction)
+            for outs, ins in runs
+            if outs[0].numel() or ins[0].numel()
         ]
         return begun[0] if len(begun) == 1 else JoinedHandle(begun)
 
     @abstractmethod
-    def _begin(self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str) -> Handle:
-        """``begin``, where there is somebody to send to, and something."""
+    def begin_transfer(
+        self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str
+    ) -> Handle:
+        """``begin``, where there is somebody to send to, and something: as early as it may.
+
+        ``testing.strict_transfers`` puts another in its place, which does it as late as it may.
+        """
 
 
 def device_of(placement: Placement) -> torch.device:
