@@ -15,6 +15,7 @@ from graphzero.capture.optimizer.optimizer import TracedUpdate
 from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
 from graphzero.capture.rewrite.canonicalise import node_key
 from graphzero.capture.trace.build_trace import TracedBuild
+from graphzero.ir import value
 from graphzero.ir.value import Role, ScalarType, TensorType
 
 _SMALL = 16
@@ -146,15 +147,9 @@ class GraphBuilder:
 
 def ancestors(update: TracedUpdate, member: SteppedParameter) -> list[fx.Node]:
     """Nodes from which the new parameter and states of ``member`` are computed, in program order."""
-    todo = [update.params[member.path]]
-    todo += [node for (path, _), node in update.states.items() if path == member.path]
-    seen: set[fx.Node] = set()
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo.extend(node.all_input_nodes)
-    return [node for node in update.params[member.path].graph.nodes if node in seen]
+    new = [update.params[member.path], *(x for (path, _), x in update.states.items() if path == member.path)]
+    needed = {node for result in new for node in value.ancestors(result)}
+    return [node for node in new[0].graph.nodes if node in needed]
 
 
 def is_separable(update: TracedUpdate) -> bool:

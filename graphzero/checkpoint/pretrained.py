@@ -175,7 +175,7 @@ def _describe(given: Mapping[str, StoredTensor]) -> dict[str, str]:
 
 def read_entries_of(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, or of a folder that Hugging Face's ``save_pretrained`` wrote, by name."""
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    index, single = path / safetensors.INDEX, path / safetensors.SINGLE
     if not path.is_dir():
         return _tensors_in(path)
     if index.is_file():

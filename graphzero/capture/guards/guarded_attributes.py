@@ -113,20 +113,16 @@ class GuardedAttributes:
         seen: set[nn.Module] = set()
         inside = (module.named_modules(seen, name) for name, module in modules.items())
         owners = {"": self._graph, **{path: x for pairs in inside for path, x in pairs}, **self._namespaces}
+        splits = {path: split_path(path, owners) for path in (*self._constant_paths, *self._rebuilt_paths)}
         names_of: dict[str, list[str]] = {}
         for path in self._constant_paths:
-            owner, name = split_path(path, owners)
+            owner, name = splits[path]
             names_of.setdefault(owner, []).append(name)
         self._readers = [(owners[path], attrgetter(*names), names) for path, names in names_of.items()]
-        split = [split_path(path, owners) for path in self._rebuilt_paths]
-        self._rebuilders = [(owners[owner], name) for owner, name in split]
-        paths = (*self._constant_paths, *self._rebuilt_paths)
-        self._inner_paths = {path for path in paths if self._is_inner(*split_path(path, owners))}
+        self._inner_paths = {path for path, (owner, name) in splits.items() if "." in name or owner in self._namespaces}
+        self._rebuilders = [(owners[splits[path][0]], splits[path][1]) for path in self._rebuilt_paths]
         constant_paths = [f"{owner}.{name}" if owner else name for owner, names in names_of.items() for name in names]
         self._paths = [*constant_paths, *self._rebuilt_paths]
-
-    def _is_inner(self, owner: str, name: str) -> bool:
-        return "." in name or owner in self._namespaces
 
 
 def describe_path(path: str) -> str:

@@ -89,14 +89,15 @@ class HostNumber(TracedNumber):
 
     # ---- arithmetic
 
-    def _with(self, other: Any, function: Callable[[Any, Any], Any], turned: bool = False) -> Any:
+    def _with(self, other: Any, function: Callable[[Any, Any], Any], turned: bool) -> Any:
         if isinstance(other, Tensor):
             mine = self.beside([other])
             return function(other, mine) if turned else function(mine, other)
         if not isinstance(other, (HostNumber, *_PLAIN)):
             return NotImplemented
         mine, its = _alike(_arithmetic(self), _arithmetic(other))
-        return HostNumber(_as_python(function(its, mine) if turned else function(mine, its)), self.value_reads)
+        result = function(its, mine) if turned else function(mine, its)
+        return HostNumber(result.double() if result.is_floating_point() else result, self.value_reads)
 
     def __round__(self, digits: int | None = None) -> HostNumber:
         rounded = torch.round(_arithmetic(self), decimals=digits or 0)
@@ -126,28 +127,18 @@ def _alike(a: Tensor, b: Any) -> tuple[Tensor, Any]:
     return a.double(), b.double() if isinstance(b, Tensor) else b
 
 
-def _as_python(x: Tensor) -> Tensor:
-    """Convert a floating tensor to float64, the dtype of Python's floats."""
-    return x.double() if x.is_floating_point() else x
-
-
 def _divided(a: Any, b: Any) -> Any:
     a, b = (x.double() if isinstance(x, Tensor) and not x.is_floating_point() else x for x in (a, b))
     return a / b
 
 
-def _forward(function: Callable[[Any, Any], Any]) -> Callable[[HostNumber, Any], Any]:
-    return lambda self, other: self._with(other, function)
-
-
-def _turned(function: Callable[[Any, Any], Any]) -> Callable[[HostNumber, Any], Any]:
-    return lambda self, other: self._with(other, function, turned=True)
+def _operator(name: str, turned: bool) -> Callable[[HostNumber, Any], Any]:
+    function = _divided if name == "truediv" else getattr(operator, name)
+    return lambda self, other: self._with(other, function, turned)
 
 
 for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
-    setattr(HostNumber, f"__{_name}__", _forward(getattr(operator, _name)))
-for _name in ("add", "sub", "mul", "mod", "floordiv"):
-    setattr(HostNumber, f"__{_name}__", _forward(getattr(operator, _name)))
-    setattr(HostNumber, f"__r{_name}__", _turned(getattr(operator, _name)))
-setattr(HostNumber, "__truediv__", _forward(_divided))  # noqa: B010 - as those above
-setattr(HostNumber, "__rtruediv__", _turned(_divided))  # noqa: B010
+    setattr(HostNumber, f"__{_name}__", _operator(_name, turned=False))
+for _name in ("add", "sub", "mul", "mod", "floordiv", "truediv"):
+    setattr(HostNumber, f"__{_name}__", _operator(_name, turned=False))
+    setattr(HostNumber, f"__r{_name}__", _operator(_name, turned=True))

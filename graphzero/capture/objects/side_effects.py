@@ -36,15 +36,7 @@ from graphzero.ir.source_location import is_library
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.CellType)
-_OPEN = (
-    nn.Module,
-    torch.optim.Optimizer,
-    LRScheduler,
-    Tensor,
-    types.SimpleNamespace,
-    *FUNCTIONS,
-    functools.partial,
-)
+_OPEN = (nn.Module, torch.optim.Optimizer, LRScheduler, Tensor, types.SimpleNamespace, *FUNCTIONS, functools.partial)
 _CLOSED = (type, types.ModuleType)
 _OF_THREADS = frozenset(
     {"threading", "_thread", "queue", "_queue", "multiprocessing.context", "concurrent.futures.thread"}

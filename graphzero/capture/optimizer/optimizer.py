@@ -322,8 +322,7 @@ def _step(
     for member, param in zip(members, params, strict=True):
         if extra := ", ".join(sorted(set(state[param]) - set(member.states) - member.numbers)):
             raise problem(
-                f"{stepping.name} makes more state after its first step: {extra}",
-                "make all state in the first step",
+                f"{stepping.name} makes more state after its first step: {extra}", "make all state in the first step"
             )
         outcome["param", member.path, ""] = param
         for key, entry in state[param].items():

@@ -31,6 +31,7 @@ from graphzero.capture.optimizer.initial_state import changed_numbers
 from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
 from graphzero.capture.problems import problem, problem_here
 from graphzero.errors import CaptureError
+from graphzero.ir import value
 from graphzero.ir.value import Role
 
 _known: WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Any, Carried, bool]]] = WeakKeyDictionary()
@@ -160,8 +161,9 @@ def carry_of(
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     roles: list[Role] = []
-    for node in result.graph.nodes if isinstance(result, fx.Node) else ():
-        if node not in _ancestors(result):
+    needed = {*value.ancestors(result)} if isinstance(result, fx.Node) else set()
+    for node in result.graph.nodes if needed else ():
+        if node not in needed:
             continue
         if node.op == "placeholder" and inputs[node][0] == "hyper":
             copies[node] = graph.placeholder(f"number_{len(roles)}")
@@ -202,13 +204,3 @@ def _from_values(optimizer: torch.optim.Optimizer, key: str) -> CaptureError:
 
 def _place(key: str) -> str:
     return f"state[{key[len(OF_STATE) :]!r}]" if key.startswith(OF_STATE) else f"param_groups[...][{key!r}]"
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    seen, todo = set(), [node]
-    while todo:
-        one = todo.pop()
-        if one not in seen:
-            seen.add(one)
-            todo += one.all_input_nodes
-    return seen

@@ -91,6 +91,8 @@ def _sync_file_range() -> Any:
 def iterate_bytes(x: Tensor) -> Iterator[memoryview]:
     """Bytes of a dense tensor on any device, row by row.  It copies a block at a time, if no row is larger."""
     x = x.detach()
+    if not x.numel():
+        return
     if x.device.type == "cpu" and x.is_contiguous() and not (x.is_conj() or x.is_neg()):
         yield memory_of(x)
     elif x.numel() * x.element_size() <= BLOCK or not x.dim():
@@ -115,9 +117,8 @@ def memory_of(x: Tensor) -> memoryview:
 def sha256_of(x: Tensor) -> str:
     """sha256 of the bytes of a dense tensor, row by row."""
     digest = hashlib.sha256()
-    if x.numel():
-        for part in iterate_bytes(x):
-            digest.update(part)
+    for part in iterate_bytes(x):
+        digest.update(part)
     return digest.hexdigest()
 
 

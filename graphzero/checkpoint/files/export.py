@@ -19,8 +19,6 @@ from graphzero.checkpoint.files.read_chunks import TensorRead, read_tensors
 from graphzero.errors import CheckpointError
 from graphzero.sbp.placement import placement
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
 
 def export(checkpoint: Path, path: Path, module: str | None, dtype: torch.dtype | None, shard_bytes: int) -> list[Path]:
     """See ``gz.save_pretrained``.  Returns the files, in order."""
@@ -31,7 +29,8 @@ def export(checkpoint: Path, path: Path, module: str | None, dtype: torch.dtype 
     tensors = _tensors_of_module(index, module, where)
     shards = list(_split_into_shards(tensors, dtype, shard_bytes))
     count = len(shards)
-    names = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = [safetensors.SINGLE] if count == 1 else names
     total = sum(_nbytes(stored, dtype) for stored in tensors.values())
     with folder.explain_write_errors(f"{path}", total):
         path.mkdir(parents=True, exist_ok=True)
@@ -40,9 +39,9 @@ def export(checkpoint: Path, path: Path, module: str | None, dtype: torch.dtype 
         if count > 1:
             weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
-            hidden = path / f"{INDEX}.part"
+            hidden = path / f"{safetensors.INDEX}.part"
             hidden.write_text(text, encoding="utf-8")
-            os.replace(hidden, path / INDEX)
+            os.replace(hidden, path / safetensors.INDEX)
         blocks.sync_folder(path)
     return [path / name for name in names]
 
@@ -108,8 +107,7 @@ def _write_shard(
         for name, stored in tensors.items():
             whole = torch.empty(stored.shape, dtype=_written_dtype(stored, dtype))
             read_tensors([TensorRead(name, stored, whole)], where, index.files, one_process)
-            if whole.numel():
-                yield from blocks.iterate_bytes(whole)
+            yield from blocks.iterate_bytes(whole)
 
     hidden = path.with_suffix(".part")
     blocks.write_blocks(hidden, parts())

@@ -27,6 +27,7 @@ NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # names of files of a whole model
 _METADATA = "__metadata__"
 _LONGEST = 100_000_000  # bytes of a header, as the format's own reader takes
 

@@ -179,8 +179,7 @@ def write_rank_file(
     def parts() -> Iterator[memoryview]:
         yield memoryview(plan.make_header(position)[0])
         for chunk in chunks:
-            if chunk.numel():
-                yield from blocks.iterate_bytes(chunk)
+            yield from blocks.iterate_bytes(chunk)
 
     with folder.explain_write_errors(f"{path}", nbytes):
         free = shutil.disk_usage(partial).free

@@ -18,14 +18,7 @@ import graphzero
 from graphzero.cli import factory
 from graphzero.cli.calibrate import calibrate
 from graphzero.plan.device import Device
-from graphzero.plugins.doctor.checks import (
-    Finding,
-    check_ranks,
-    check_speed,
-    check_versions,
-    link_text,
-    measure_pace,
-)
+from graphzero.plugins.doctor.checks import Finding, check_ranks, check_speed, check_versions, link_text, measure_pace
 from graphzero.runtime.world import launch
 from graphzero.runtime.world.accelerators import ACCELERATORS
 from graphzero.runtime.world.process import ProcessWorld

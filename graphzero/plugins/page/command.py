@@ -65,9 +65,7 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     what.add_argument("--list", action="store_true", help="print the passes: seconds, lines that they changed")
     what.add_argument("--html", metavar="FILE", help="write a page that opens from disk, with no network")
     one.add_argument(
-        "--part",
-        metavar="NAME",
-        help="of pipeline stages: the program of a part, such as forward@0, and its passes",
+        "--part", metavar="NAME", help="of pipeline stages: the program of a part, such as forward@0, and its passes"
     )
     one.add_argument("--phase", choices=PHASES, help="only values of that phase")
     one.add_argument(

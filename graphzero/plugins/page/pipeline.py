@@ -10,12 +10,7 @@ from torch import fx
 
 from graphzero.inspect.snapshots import snapshots
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.pipeline_parts import (
-    PartCall,
-    PipelineProgram,
-    StagePart,
-    ValueKey,
-)
+from graphzero.ir.pipeline_parts import PartCall, PipelineProgram, StagePart, ValueKey
 from graphzero.ir.pipeline_stages import stages_of
 from graphzero.ir.storage.liveness import Bytes
 from graphzero.passes import Record

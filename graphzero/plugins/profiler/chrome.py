@@ -107,13 +107,7 @@ def _arrows(events: Sequence[Event], launches: Mapping[str, str], process: int, 
         elif event.kind == AWAIT and launches.get(event.name) in begun:
             launch = begun.pop(launches[event.name])
             count += 1
-            arrow: Json = {
-                "name": "in flight",
-                "cat": "collective",
-                "pid": process,
-                "tid": thread,
-                "id": count,
-            }
+            arrow: Json = {"name": "in flight", "cat": "collective", "pid": process, "tid": thread, "id": count}
             yield {**arrow, "ph": "s", "ts": _micro(launch.begin - since)}
             yield {**arrow, "ph": "f", "bp": "e", "ts": _micro(event.begin - since)}
 

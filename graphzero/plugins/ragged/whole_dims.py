@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from graphzero.ir.ragged import Along
 from graphzero.ops import ATTENTION, ATTENTION_BACKWARD
 from graphzero.passes.place.expand import DefinitionWriter
 from graphzero.plugins.ragged.table import INF, TABLE, bounds, dim_of, ndim_of, rule
-from graphzero.plugins.ragged.work import PaddedOp, Rule, fill_all
+from graphzero.plugins.ragged.work import PaddedOp, fill_all
 
 aten = torch.ops.aten
 SUM = 2  # of a loss's reductions
@@ -33,19 +34,15 @@ def cumsum(work: PaddedOp) -> None:
 LEAST, ZERO, MOST = -INF, 0.0, INF
 
 
-def _rows(operands: int, number: float) -> Rule:
+def _rows(operands: int, number: float, work: PaddedOp) -> None:
     """An op over the places of a dim that is to see ``number`` where they are padded."""
-
-    def along_dim(work: PaddedOp) -> None:
-        dims = work.args[operands]
-        ndim = ndim_of(work.operands[0])
-        for dim in {int(d) % max(ndim, 1) for d in (dims if isinstance(dims, (list, tuple)) else [dims])}:
-            for i in range(operands):
-                for along in fill_all(work, i, number, [dim]):
-                    if i == 0 and along.name in work.sizes.dims(work.node, 0, along.dim):
-                        work.mark_result(0, along)
-
-    return along_dim
+    dims = work.args[operands]
+    ndim = ndim_of(work.operands[0])
+    for dim in {int(d) % max(ndim, 1) for d in (dims if isinstance(dims, (list, tuple)) else [dims])}:
+        for i in range(operands):
+            for along in fill_all(work, i, number, [dim]):
+                if i == 0 and along.name in work.sizes.dims(work.node, 0, along.dim):
+                    work.mark_result(0, along)
 
 
 @rule(aten.logsumexp.default)
@@ -66,9 +63,9 @@ def extreme(work: PaddedOp) -> None:
 
 
 for _op in (aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default):
-    TABLE[_op] = _rows(1, LEAST)
+    TABLE[_op] = partial(_rows, 1, LEAST)
 for _op in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
-    TABLE[_op] = _rows(2, ZERO)
+    TABLE[_op] = partial(_rows, 2, ZERO)
 
 
 # ---- losses over classes
@@ -87,40 +84,36 @@ def nll_loss(work: PaddedOp) -> None:
 # ---- attention
 
 
-def _attention(names: tuple[str, ...], bias: int) -> Rule:
+def _attention(names: tuple[str, ...], bias: int, work: PaddedOp) -> None:
     """names: of the operands ahead of ``bias``, which is an argument's number; those with queries are in upper case."""
-
-    def attention(work: PaddedOp) -> None:
-        node = work.node
-        causal, mask = bool(work.argument(bias + 1, "causal")), work.argument(bias, "bias")
-        operands = {name: work.number_of(i) for i, name in enumerate(names)}
-        queries = work.plain(operands["Q"], 2) if work.at(operands["Q"], 2) else None
-        keys = work.plain(operands["k"], 2) if work.at(operands["k"], 2) else None
-        is_seen = causal and queries == keys  # no query sees what comes behind it
-        for i in operands.values():
-            fill_all(work, i, 0.0, [2])
-        if isinstance(work.argument(bias + 3, "draws"), fx.Node):  # what is drawn for padding is not read
-            for drawn in work.at(work.number_of(bias + 3), 2):
-                work.take(work.number_of(bias + 3), drawn)
-        if isinstance(mask, fx.Node):
-            i = work.number_of(bias)
-            fill_all(work, i, 0.0, [2])
-            hidden = fill_all(work, i, -INF, [3])
-            if keys is not None and not hidden and not is_seen:
-                raise work.refusal(keys.name, "has a mask of one number for all keys")
-        elif keys is not None and not is_seen:
-            mask = _hiding(work, keys, node.args[names.index("Q")], node.args[names.index("k")])
-            node.args = (*node.args[:bias], mask, *node.args[bias + 1 :])
-            work.operands[:] = value.own_operands(node)
-            work.given.insert(work.number_of(bias), ())
-            _shift(work, work.number_of(bias))
-        results = ((queries, (0, 1)),) if bias == 3 else ((queries, (0,)), (keys, (1, 2)))
-        for along, result_alongs in results:
-            for result in result_alongs:
-                if along is not None:
-                    work.mark_result(result, Along(along.name, 2, 1, along.more))
-
-    return attention
+    node = work.node
+    causal, mask = bool(work.argument(bias + 1, "causal")), work.argument(bias, "bias")
+    operands = {name: work.number_of(i) for i, name in enumerate(names)}
+    queries = work.plain(operands["Q"], 2) if work.at(operands["Q"], 2) else None
+    keys = work.plain(operands["k"], 2) if work.at(operands["k"], 2) else None
+    is_seen = causal and queries == keys  # no query sees what comes behind it
+    for i in operands.values():
+        fill_all(work, i, 0.0, [2])
+    if isinstance(work.argument(bias + 3, "draws"), fx.Node):  # what is drawn for padding is not read
+        for drawn in work.at(work.number_of(bias + 3), 2):
+            work.take(work.number_of(bias + 3), drawn)
+    if isinstance(mask, fx.Node):
+        i = work.number_of(bias)
+        fill_all(work, i, 0.0, [2])
+        hidden = fill_all(work, i, -INF, [3])
+        if keys is not None and not hidden and not is_seen:
+            raise work.refusal(keys.name, "has a mask of one number for all keys")
+    elif keys is not None and not is_seen:
+        mask = _hiding(work, keys, node.args[names.index("Q")], node.args[names.index("k")])
+        node.args = (*node.args[:bias], mask, *node.args[bias + 1 :])
+        work.operands[:] = value.own_operands(node)
+        work.given.insert(work.number_of(bias), ())
+        _shift(work, work.number_of(bias))
+    results = ((queries, (0, 1)),) if bias == 3 else ((queries, (0,)), (keys, (1, 2)))
+    for along, result_alongs in results:
+        for result in result_alongs:
+            if along is not None:
+                work.mark_result(result, Along(along.name, 2, 1, along.more))
 
 
 def _hiding(work: PaddedOp, keys: Along, query: Any, key: Any) -> fx.Node:
@@ -137,5 +130,5 @@ def _shift(work: PaddedOp, at: int) -> None:
     work.fills = {i + (i >= at): fills for i, fills in work.fills.items()}
 
 
-TABLE[ATTENTION] = _attention(("Q", "k", "v"), 3)
-TABLE[ATTENTION_BACKWARD] = _attention(("G", "Q", "k", "v", "O", "L"), 6)
+TABLE[ATTENTION] = partial(_attention, ("Q", "k", "v"), 3)
+TABLE[ATTENTION_BACKWARD] = partial(_attention, ("G", "Q", "k", "v", "O", "L"), 6)

@@ -148,17 +148,13 @@ def _as_it_is(use: _Use) -> StackedOp | None:
     return use.stacked_call(use.node.target, use.node.args) if use.all_stacked() else None
 
 
-def _dims(*names: str, of_result: bool = False) -> Rule:
+def _dims(use: _Use, *names: str, of_result: bool = False) -> StackedOp | None:
     """An op that is told dims of its operands, or of its result: each is one further on.  None given: all of them."""
-
-    def rule(use: _Use) -> StackedOp | None:
-        if not use.all_stacked():
-            return None
-        ndim = use.ndim + (1 if of_result else 0)
-        call = Call(use.node.target, use.node.args, use.node.kwargs, ())  # type: ignore[arg-type]
-        return use.with_arguments({name: _further(call[name], ndim) for name in names})
-
-    return rule
+    if not use.all_stacked():
+        return None
+    ndim = use.ndim + (1 if of_result else 0)
+    call = Call(use.node.target, use.node.args, use.node.kwargs, ())  # type: ignore[arg-type]
+    return use.with_arguments({name: _further(call[name], ndim) for name in names})
 
 
 def _further(dims: Any, ndim: int) -> Any:
@@ -186,11 +182,11 @@ _RULES: Mapping[Any, Rule] = {
             aten.select.int, aten.slice.Tensor, aten.squeeze.dim, aten.squeeze.dims, aten.cat.default,
             aten.cumsum.default, aten._softmax.default,
         ),
-        _dims("dim"),
+        lambda use: _dims(use, "dim"),
     ),
     aten.permute.default: _permuted,
-    aten.flip.default: _dims("dims"),
-    aten.transpose.int: _dims("dim0", "dim1"),
-    aten.diagonal.default: _dims("dim1", "dim2"),
-    **dict.fromkeys((aten.unsqueeze.default, aten.stack.default), _dims("dim", of_result=True)),
+    aten.flip.default: lambda use: _dims(use, "dims"),
+    aten.transpose.int: lambda use: _dims(use, "dim0", "dim1"),
+    aten.diagonal.default: lambda use: _dims(use, "dim1", "dim2"),
+    **dict.fromkeys((aten.unsqueeze.default, aten.stack.default), lambda use: _dims(use, "dim", of_result=True)),
 }  # fmt: skip

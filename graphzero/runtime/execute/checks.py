@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 
 import torch
@@ -19,14 +19,10 @@ _REPLAYED = "The step was replayed from a recording, which runs to its end: its 
 _later: ContextVar[bool] = ContextVar("graphzero_checks_later", default=False)
 
 
-def met(node: fx.Node) -> Callable[[Tensor], None]:
-    """The function that is called with the result of a check."""
-
-    def look(ok: Tensor) -> None:
-        if not _later.get() and not ok:
-            raise _error(node, _STOPPED)
-
-    return look
+def raise_unmet(node: fx.Node, ok: Tensor) -> None:
+    """Raise CheckError for a check whose result is not true."""
+    if not _later.get() and not ok:
+        raise _error(node, _STOPPED)
 
 
 @_compat.contextmanager

@@ -7,6 +7,7 @@ a time in front of a page that may not be read.  A condition is given the operan
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -45,36 +46,26 @@ def _meta(x: Tensor) -> Tensor:
 # ---- by kind of op
 
 
-def _pool(forward: Any, dims: int) -> Callable[[Any], None]:
+def _pool(forward: Any, dims: int, a: Any) -> None:
     """Checks of a pooling with windows, whose result has the gradient's sizes; indices of maxima lie in the image."""
-
-    def check(a: Any) -> None:
-        _need(a.self.dim() in (dims + 1, dims + 2), f"an input that is not an image of {dims} dims")
-        own = {"dilation", "ceil_mode", "count_include_pad", "divisor_override"} & vars(a).keys()
-        result = forward(_meta(a.self), a.kernel_size, a.stride, a.padding, **{name: getattr(a, name) for name in own})
-        result = result[0] if isinstance(result, tuple) else result
-        _shape(a.grad_output, result.shape, "gradient")
-        _indices(a, dims)
-
-    return check
+    _need(a.self.dim() in (dims + 1, dims + 2), f"an input that is not an image of {dims} dims")
+    own = {"dilation", "ceil_mode", "count_include_pad", "divisor_override"} & vars(a).keys()
+    result = forward(_meta(a.self), a.kernel_size, a.stride, a.padding, **{name: getattr(a, name) for name in own})
+    result = result[0] if isinstance(result, tuple) else result
+    _shape(a.grad_output, result.shape, "gradient")
+    _indices(a, dims)
 
 
-def _adaptive_pool(dims: int) -> Callable[[Any], None]:
-    def check(a: Any) -> None:
-        _need(a.self.dim() in (dims + 1, dims + 2), f"an input that is not an image of {dims} dims")
-        _shape(a.grad_output, (*a.self.shape[:-dims], *a.grad_output.shape[-dims:]), "gradient")
-        _need(prod(a.self.shape[-dims:]) > 0, "an input without elements")
-        _indices(a, dims)
-
-    return check
+def _adaptive_pool(dims: int, a: Any) -> None:
+    _need(a.self.dim() in (dims + 1, dims + 2), f"an input that is not an image of {dims} dims")
+    _shape(a.grad_output, (*a.self.shape[:-dims], *a.grad_output.shape[-dims:]), "gradient")
+    _need(prod(a.self.shape[-dims:]) > 0, "an input without elements")
+    _indices(a, dims)
 
 
-def _fractional_pool(dims: int) -> Callable[[Any], None]:
-    def check(a: Any) -> None:
-        _shape(a.grad_output, (*a.self.shape[:-dims], *a.output_size), "gradient")
-        _indices(a, dims)
-
-    return check
+def _fractional_pool(dims: int, a: Any) -> None:
+    _shape(a.grad_output, (*a.self.shape[:-dims], *a.output_size), "gradient")
+    _indices(a, dims)
 
 
 def _indices(a: Any, dims: int) -> None:
@@ -83,23 +74,17 @@ def _indices(a: Any, dims: int) -> None:
         _inside(a.indices, prod(a.self.shape[-dims:]), "an index")
 
 
-def _padding(dims: int) -> Callable[[Any], None]:
-    def check(a: Any) -> None:
-        _need(len(a.padding) == 2 * dims and a.self.dim() in (dims + 1, dims + 2), "another number of dims")
-        more = [a.padding[2 * i] + a.padding[2 * i + 1] for i in reversed(range(dims))]
-        sizes = [n + m for n, m in zip(a.self.shape[-dims:], more, strict=True)]
-        _shape(a.grad_output, (*a.self.shape[:-dims], *sizes), "gradient")
-
-    return check
+def _padding(dims: int, a: Any) -> None:
+    _need(len(a.padding) == 2 * dims and a.self.dim() in (dims + 1, dims + 2), "another number of dims")
+    more = [a.padding[2 * i] + a.padding[2 * i + 1] for i in reversed(range(dims))]
+    sizes = [n + m for n, m in zip(a.self.shape[-dims:], more, strict=True)]
+    _shape(a.grad_output, (*a.self.shape[:-dims], *sizes), "gradient")
 
 
-def _grid(dims: int) -> Callable[[Any], None]:
-    def check(a: Any) -> None:
-        _need(a.input.dim() == a.grid.dim() == dims + 2, f"an input that is not an image of {dims} dims")
-        _shape(a.grid, (a.input.shape[0], *a.grid.shape[1:-1], dims), "grid")
-        _shape(a.grad_output, (*a.input.shape[:2], *a.grid.shape[1:-1]), "gradient")
-
-    return check
+def _grid(dims: int, a: Any) -> None:
+    _need(a.input.dim() == a.grid.dim() == dims + 2, f"an input that is not an image of {dims} dims")
+    _shape(a.grid, (a.input.shape[0], *a.grid.shape[1:-1], dims), "grid")
+    _shape(a.grad_output, (*a.input.shape[:2], *a.grid.shape[1:-1]), "gradient")
 
 
 def _softmax(a: Any) -> None:
@@ -300,17 +285,17 @@ def _groups(a: Any) -> None:
 
 
 CONDITIONS: dict[str, Callable[[Any], None]] = {
-    "aten::avg_pool2d_backward": _pool(aten.avg_pool2d, 2),
-    "aten::avg_pool3d_backward": _pool(aten.avg_pool3d, 3),
-    "aten::max_pool2d_with_indices_backward": _pool(aten.max_pool2d_with_indices, 2),
-    "aten::max_pool3d_with_indices_backward": _pool(aten.max_pool3d_with_indices, 3),
-    **{f"aten::{name}": _adaptive_pool(dims) for dims in (2, 3) for name in (
+    "aten::avg_pool2d_backward": partial(_pool, aten.avg_pool2d, 2),
+    "aten::avg_pool3d_backward": partial(_pool, aten.avg_pool3d, 3),
+    "aten::max_pool2d_with_indices_backward": partial(_pool, aten.max_pool2d_with_indices, 2),
+    "aten::max_pool3d_with_indices_backward": partial(_pool, aten.max_pool3d_with_indices, 3),
+    **{f"aten::{name}": partial(_adaptive_pool, dims) for dims in (2, 3) for name in (
         f"_adaptive_avg_pool{dims}d_backward", f"adaptive_max_pool{dims}d_backward")},
-    **{f"aten::fractional_max_pool{dims}d_backward": _fractional_pool(dims) for dims in (2, 3)},
-    **{f"aten::{kind}_pad{dims}d_backward": _padding(dims) for dims in (1, 2, 3) for kind in (
+    **{f"aten::fractional_max_pool{dims}d_backward": partial(_fractional_pool, dims) for dims in (2, 3)},
+    **{f"aten::{kind}_pad{dims}d_backward": partial(_padding, dims) for dims in (1, 2, 3) for kind in (
         "reflection", "replication")},
-    **{f"aten::grid_sampler_{dims}d_backward": _grid(dims) for dims in (2, 3)},
-    "aten::_grid_sampler_2d_cpu_fallback_backward": _grid(2),
+    **{f"aten::grid_sampler_{dims}d_backward": partial(_grid, dims) for dims in (2, 3)},
+    "aten::_grid_sampler_2d_cpu_fallback_backward": partial(_grid, 2),
     **dict.fromkeys(("aten::_log_softmax_backward_data", "aten::_softmax_backward_data"), _softmax),
     **{f"aten::{name}": _batch_norm for name in (
         "native_batch_norm", "native_batch_norm_backward", "batch_norm_backward", "_batch_norm_no_update",

@@ -169,7 +169,7 @@ class _Compiler:
                 node, self.code.call(kernels.kernel(target), node.args, kernels.keywords(node, self.world.device))
             )
         if target is CHECK and self.checking:
-            self.code.add(f"{self.code.name(checks.met(node))}({self.code.text(node)})", node)
+            self.code.add(f"{self.code.name(partial(checks.raise_unmet, node))}({self.code.text(node)})", node)
 
     def _host_room(self, node: fx.Node) -> None:
         """Room in host memory, if that is a file at a place of its own for each rank."""

@@ -100,14 +100,15 @@ def position_of(placement: Placement) -> int:
     return flat.index(dist.get_rank())
 
 
-def as_dtensor(whole: Tensor, placement: Placement, nd: Nd) -> DTensor:
-    """Return the DTensor that holds this rank's piece of ``whole``, in storage of its own unless the piece is all."""
-    position = position_of(placement)
-    local = piece(whole, nd, placement.hierarchy, position)
+def as_dtensor(whole: Tensor, placement: Placement, nd: Nd, mesh: DeviceMesh | None = None) -> DTensor:
+    """Return the DTensor that holds this rank's piece of ``whole``, in storage of its own unless the piece is all.
+
+    mesh: of the ranks of ``placement``, if not its own.
+    """
+    local = piece(whole, nd, placement.hierarchy, position_of(placement))
     if not is_whole(nd):
         local = local.clone(memory_format=torch.contiguous_format)
-    assert tuple(local.shape) == local_shape(whole.shape, nd, placement.hierarchy, position)
-    return wrap(local, placement.mesh(), nd, whole.shape)
+    return wrap(local, mesh or placement.mesh(), nd, whole.shape)
 
 
 def check_mesh(x: DTensor, placement: Placement, what: str) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from graphzero.runtime.tensors.shards import is_whole, local_of, piece, position_of, wrap
+from graphzero.runtime.tensors.shards import as_dtensor, local_of, wrap
 from graphzero.runtime.transport.communicator import communicator
 from graphzero.sbp.dtensor import nd_of_dtensor
 from graphzero.sbp.placement import PIPELINE, Placement
@@ -48,11 +48,7 @@ def on_stage(x: Tensor, placement: Placement, member: int, nd: Nd) -> DTensor:
     unless that is all of it."""
     if own_member(placement) != member:
         return without_values(tuple(x.shape), x.dtype, x.device, placement, member, nd)
-    stage = placement.without_pipeline(member)
-    local = piece(x.detach(), nd, stage.hierarchy, position_of(stage))
-    if not is_whole(nd):
-        local = local.clone(memory_format=torch.contiguous_format)
-    return wrap(local, placement.stage_mesh(member), nd, x.shape)
+    return as_dtensor(x.detach(), placement.without_pipeline(member), nd, placement.stage_mesh(member))
 
 
 def without_values(

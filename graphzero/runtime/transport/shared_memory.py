@@ -257,16 +257,12 @@ class SharedMemoryTransport(Transport):
     def _accept_offer(self, exchange: SharedMemoryExchange, q: int, address: int, size: int) -> None:
         expected = exchange.bytes_from(q) if q in exchange.to_read else 0
         if size != expected:
-            raise self._size_error(q, size, expected)
+            raise GraphZeroError(
+                f"rank {self.ranks[q]} sends {size} bytes where rank {self.ranks[self.own]} expects {expected}: they "
+                "run other programs, or one program with inputs of other shapes. Give all ranks batches of one shape "
+                '(drop_last=True); config.check_inputs = "always" says what differs before the step'
+            )
         exchange.accept_offer(q, address)
-
-    def _size_error(self, q: int, size: int, expected: int) -> GraphZeroError:
-        """A piece of rank q is not as long as expected; in bytes."""
-        return GraphZeroError(
-            f"rank {self.ranks[q]} sends {size} bytes where rank {self.ranks[self.own]} expects {expected}: they "
-            "run other programs, or one program with inputs of other shapes. Give all ranks batches of one shape "
-            '(drop_last=True); config.check_inputs = "always" says what differs before the step'
-        )
 
     def read_piece(self, q: int, address: int, into: Tensor) -> None:
         """Fill ``into`` with the memory of rank q from ``address`` on."""

@@ -14,7 +14,7 @@ The communicator reports time-outs and peers that died; with NCCL, torch.distrib
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -170,9 +170,8 @@ class ProcessWorld(World):
 # ---- one collective by torch.distributed
 
 
-def _all_gather(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
-    work: Handle = _compat.all_gather_single(_as_bytes(out), _as_bytes(sent), group=group, async_op=True)
-    return work
+def _all_gather(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Any:
+    return _compat.all_gather_single(_as_bytes(out), _as_bytes(sent), group=group, async_op=True)
 
 
 def _reduce_scatter(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
@@ -187,21 +186,19 @@ def _all_reduce(out: Tensor, _: Tensor, reduction: str, group: Any) -> Handle:
     return ContinuedHandle(work, lambda: out.copy_(known)) if narrow else work
 
 
-def _all_to_all(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
-    work: Handle = dist.all_to_all_single(_as_bytes(out), _as_bytes(sent), group=group, async_op=True)
-    return work
+def _all_to_all(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Any:
+    return dist.all_to_all_single(_as_bytes(out), _as_bytes(sent), group=group, async_op=True)
 
 
-def _shift(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
+def _shift(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Any:
     """An all-to-all that sends to the next rank alone."""
     ranks, own = dist.get_world_size(group), dist.get_rank(group)
     arrives, leaves = _as_bytes(out), _as_bytes(sent)
     before, behind = ([leaves.numel() if q == (own + step) % ranks else 0 for q in range(ranks)] for step in (-1, 1))
-    work: Handle = dist.all_to_all_single(arrives, leaves, before, behind, group=group, async_op=True)
-    return work
+    return dist.all_to_all_single(arrives, leaves, before, behind, group=group, async_op=True)
 
 
-COLLECTIVE_FUNCTIONS = {
+COLLECTIVE_FUNCTIONS: dict[str, Callable[..., Handle]] = {
     "all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "all_reduce": _all_reduce, "all_to_all": _all_to_all,
     "shift": _shift,
 }  # fmt: skip
