@@ -7,6 +7,8 @@ import json
 import pytest
 from toys import STAGES, lower, measured, on_ranks, random_step, step
 
+from graphzero.ir import value
+from graphzero.ir.transfer_layout import nbytes_on
 from graphzero.passes import Bucket, Zero
 from graphzero.plan import Plan, plan_of
 from graphzero.testing import assert_same_step
@@ -158,11 +160,12 @@ def test_one_rank_sends_nothing() -> None:
 
 def test_a_later_rank_never_holds_more_than_the_first() -> None:
     program = lower(UNEVEN, Zero(3))
-    plans = [plan_of(program, rank) for rank in range(4)]
-    assert plan_of(program).memory.resident == plans[0].memory.resident
-    for other in plans[1:]:
-        assert all(other.memory.resident[name] <= nbytes for name, nbytes in plans[0].memory.resident.items())
-        assert other.memory.peak <= plans[0].memory.peak
+    smaller = 0
+    for node in filter(value.is_tensor, program.nodes):
+        first, *others = (nbytes_on(program, value.tensor_type(node), value.nd_of(node), rank) for rank in range(4))
+        assert first == nbytes_on(program, value.tensor_type(node), value.nd_of(node)) >= max(others)
+        smaller += min(others) < first
+    assert smaller, "some value is cut unevenly"
 
 
 def test_a_plan_prints_and_becomes_plain_data() -> None:

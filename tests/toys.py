@@ -7,8 +7,9 @@ their few lines out instead.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from graphzero.passes import Bucket, KeepGathered, Options, Pipeline, Record, Ze
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.sbp.types import Nd
-from graphzero.testing.meter import Measured, measure
+from graphzero.testing.meter import Measured, MemoryMeter
 
 STAGES = (None, Zero(1), Zero(2), Zero(3))
 MEMORY = {"param": "parameters", "state": "optimizer_states", "buffer": "buffers", "constant": "buffers"}
@@ -105,6 +106,20 @@ def measured(graph: StepGraph) -> Measured:
     for node in graph.placeholders(*MEMORY):
         resident.setdefault(MEMORY[node.meta["role"].kind], []).append(executor.bound[node.name][0])
     return measure(executor, inputs, categories, resident)
+
+
+def measure(
+    executor: Executor,
+    inputs: Mapping[str, Sequence[Any]],
+    categories: Mapping[Any, str],
+    resident: Mapping[str, Iterable[torch.Tensor]],
+) -> Measured:
+    """Memory of one step.  categories: as of ``MemoryMeter``; resident: tensors of the first local rank before it."""
+    meter = MemoryMeter(categories)
+    for category, tensors in resident.items():
+        meter.register(category, tensors)
+    executor.run_step(inputs, meter)
+    return meter.measured()
 
 
 def _bound(graph: StepGraph, seed: int) -> tuple[Executor, dict[str, list[torch.Tensor | float]]]:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-
-if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
-    pass
-
 
 # As these collectives are called from torch 2.13 on, and before.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

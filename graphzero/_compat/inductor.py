@@ -8,15 +8,12 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from graphzero._compat.interrupts import contextmanager
 from graphzero._compat.modes import without_modes
-
-if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
-    pass
 
 
 def inductor_lacks(device_type: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -15,9 +15,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphzero._compat.interrupts import contextmanager
-
-if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
-    pass
 
 
 def dynamo_runs() -> bool:

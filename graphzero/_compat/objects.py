@@ -7,15 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.optim.optimizer as _shared_hooks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
-    pass
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

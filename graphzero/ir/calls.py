@@ -34,21 +34,20 @@ def is_op(node: fx.Node) -> bool:
     )
 
 
-_IN_LISTS: dict[Any, int] = {
-    ADAM: 6
-}  # ops that step several tensors, each by itself: how many of their arguments are lists of them
+# Ops that step several tensors, each by itself: how many of their arguments are lists, one item for each.
+LISTS: Mapping[Any, int] = {ADAM: 6}
 
 
 def parts_of(node: fx.Node) -> Sequence[int | None]:
     """Numbers of what the op at ``node`` does apart, each under its own SBP; [None] where it is one thing."""
-    count = len(node.args[0]) if node.target in _IN_LISTS else 1  # type: ignore[arg-type]
+    count = len(node.args[0]) if node.target in LISTS else 1  # type: ignore[arg-type]
     return range(count) if count > 1 else (None,)
 
 
 def _args(node: fx.Node, part: int | None) -> tuple[Any, ...]:
     if part is None:
         return node.args
-    lists = _IN_LISTS[node.target]
+    lists = LISTS[node.target]
     return (*([group[part]] if group else [] for group in node.args[:lists]), *node.args[lists:])  # type: ignore[index]
 
 

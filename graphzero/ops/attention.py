@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from graphzero.ops import attention_kernels as kernels
-from graphzero.ops.attention_contract import RowPlaces, wide
+from graphzero.ops.attention_contract import RowPlaces, room_like, wide
 from graphzero.ops.library import ANYWHERE, LIBRARY
 
 LIBRARY.define(
@@ -50,17 +50,12 @@ ATTENTION_BLOCK = torch.ops.graphzero.attention_block.default
 ATTENTION_BLOCK_BACKWARD = torch.ops.graphzero.attention_block_backward.default
 
 
-def _room(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    batch, heads, length, _ = x.shape
-    return x.new_empty((batch, length, heads, dim), dtype=dtype).transpose(1, 2)
-
-
 def _attention_meta(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return _room(q, v.shape[-1], q.dtype), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+    return room_like(q, v.shape[-1], q.dtype), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
 
 
 def _attention_backward_meta(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> list[Tensor]:
-    return [_room(x, x.shape[-1], x.dtype) for x in (q, k, v)]
+    return [room_like(x, x.shape[-1], x.dtype) for x in (q, k, v)]
 
 
 def _save_attention(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -120,7 +115,7 @@ def _rows(x: Tensor | None, rows: slice) -> Tensor | None:
 
 
 def _attention_block_meta(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return _room(q, v.shape[-1], wide(q.dtype)), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+    return room_like(q, v.shape[-1], wide(q.dtype)), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
 
 
 def _attention_block_backward(
@@ -143,7 +138,7 @@ def _attention_block_backward(
 
 
 def _attention_block_backward_meta(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> list[Tensor]:
-    return [_room(x, x.shape[-1], wide(x.dtype)) for x in (q, k, v)]
+    return [room_like(x, x.shape[-1], wide(x.dtype)) for x in (q, k, v)]
 
 
 LIBRARY.impl("attention", kernels.forward, ANYWHERE)

@@ -84,3 +84,9 @@ def laid_out(x: Tensor, dim: int) -> Tensor:
 def gradients(padded: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (laid_out(gradient, x.shape[-1]) for gradient, x in zip(padded, (q, k, v), strict=True))
     return dq, dk, dv
+
+
+def room_like(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Room for a result with as many samples, heads and places as ``x``."""
+    batch, heads, length, _ = x.shape
+    return x.new_empty((batch, length, heads, dim), dtype=dtype).transpose(1, 2)

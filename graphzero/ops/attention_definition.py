@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphzero.ops.attention_contract import WHOLE, AttentionKernel, RowPlaces, wide
+from graphzero.ops.attention_contract import WHOLE, AttentionKernel, RowPlaces, room_like, wide
 from graphzero.ops.random import mixed_
 
 ELEMENTS = {"cpu": 2**17}  # scores that are computed at a time: on the CPU what a core's own cache holds
@@ -42,7 +42,7 @@ def by_definition(
     """Attention where no kernel fits, and with dropout; draws: a random number for each query, int64; places: those of
     the queries among keys, for a causal mask; of_keys: those of the keys."""
     sums, drops = wide(q.dtype), _Drops(k, draws, dropout, of_keys)
-    out, logsumexp = _room(q, v.shape[-1], q.dtype), q.new_empty(q.shape[:3], dtype=sums)
+    out, logsumexp = room_like(q, v.shape[-1], q.dtype), q.new_empty(q.shape[:3], dtype=sums)
     for block in _blocks(q, k, causal, places, of_keys):
         p = _scores(block, q, k, bias, causal, scale, sums, places, of_keys)
         most = p.amax(-1, keepdim=True).nan_to_num_(neginf=0.0) if p.shape[-1] else p.new_zeros((*p.shape[:-1], 1))
@@ -62,9 +62,9 @@ def backward_by_definition(
     """Its backward (Dao et al., "FlashAttention", arXiv 2205.14135, appendix B)."""
     sums, drops = logsumexp.dtype, _Drops(k, draws, dropout, of_keys)
     dq, dk, dv = (
-        _room(q, q.shape[-1], q.dtype),
-        _room(k, k.shape[-1], sums).zero_(),
-        _room(v, v.shape[-1], sums).zero_(),
+        room_like(q, q.shape[-1], q.dtype),
+        room_like(k, k.shape[-1], sums).zero_(),
+        room_like(v, v.shape[-1], sums).zero_(),
     )
     for block in _blocks(q, k, causal, places, of_keys):
         dy, y, queries = (block.queries_of(x).to(sums) for x in (grad, out, q))
@@ -85,12 +85,6 @@ def backward_by_definition(
         block.queries_of(dq).copy_(ds @ keys)
         block.keys_of(dk).add_(ds.mT @ queries)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _room(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Room for a result with as many samples, heads and places as ``x``."""
-    batch, heads, length, _ = x.shape
-    return x.new_empty((batch, length, heads, dim), dtype=dtype).transpose(1, 2)
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool, places: RowPlaces, of_keys: RowPlaces) -> Iterator[_Block]:

@@ -279,8 +279,8 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 1e-6:.1f} us"
 
 
-def plan_of(graph: StepGraph, rank: int | None = None, links: Links = ()) -> Plan:
-    """The plan of a lowered program for ``rank``, by default the first, which holds the largest pieces.
+def plan_of(graph: StepGraph, links: Links = ()) -> Plan:
+    """The plan of a lowered program for the first rank, which holds the largest pieces.
 
     links: what communication costs on each placement axis, for seconds; () for none.
     """
@@ -293,21 +293,21 @@ def plan_of(graph: StepGraph, rank: int | None = None, links: Links = ()) -> Pla
         name=graph.name,
         placement=_place(graph),
         parameters=parameters,
-        memory=memory_of(graph, rank),
+        memory=memory_of(graph),
         collectives=[entry for entry, _ in entries],
         padding_bytes=sum(padding for _, padding in entries),
         comm_volume=sum(entry.elements for entry, _ in entries) / max(parameters, 1),
         links=links,
-        host_traffic=host_traffic_of(at, rank),
+        host_traffic=host_traffic_of(at),
     )
 
 
-def host_traffic_of(at: Liveness, rank: int | None = None) -> HostTraffic:
+def host_traffic_of(at: Liveness) -> HostTraffic:
     """Bytes that a step copies between host memory and the device."""
     nodes = [at.nodes[i] for i in at.turns]
     ups = (node for node in nodes if node.target is ops.to_device_launch or is_reload(node.target))
     downs = (node for node in nodes if node.target is ops.to_host_launch or is_offload(node.target))
-    return HostTraffic(*(sum(at.nbytes_of(node, rank) for node in copies) for copies in (ups, downs)))
+    return HostTraffic(*(sum(at.nbytes_of(node) for node in copies) for copies in (ups, downs)))
 
 
 def is_average(param: fx.Node) -> bool:
@@ -362,20 +362,20 @@ def label_of(node: fx.Node) -> str:
 # ---- memory
 
 
-def memory_of(graph: StepGraph, rank: int | None = None, arena: Arena | None = None) -> MemoryPlan:
+def memory_of(graph: StepGraph, arena: Arena | None = None) -> MemoryPlan:
     """The memory of ``plan_of``.  arena: where the executor is told to put large temporaries."""
     at = liveness(graph)
-    over = memory_over_time(graph, rank, arena)
+    over = memory_over_time(graph, arena)
     total = np.sum([*over.values()], axis=0)
     worst = int(total.argmax())
     at_peak = {name: int(nbytes[worst]) for name, nbytes in over.items()}
-    resident = dict.fromkeys(RESIDENT, 0) | at.resident(rank) | {"arena": arena.nbytes if arena is not None else 0}
+    resident = dict.fromkeys(RESIDENT, 0) | at.resident() | {"arena": arena.nbytes if arena is not None else 0}
     backward_end = at.phase_end.get("backward", -1)
-    grads = (span for span in at.spans(rank) if span.category in ("gradients", "accumulators"))
+    grads = (span for span in at.spans() if span.category in ("gradients", "accumulators"))
     gradients = sum(span.nbytes for span in grads if span.begin <= backward_end < span.end)
     state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
     where = f"'{at.nodes[worst].name}' in {value.phase_of(at.nodes[worst])}"
-    on_host = at.on_host(rank)
+    on_host = at.on_host()
     stays = sum(span.nbytes for span in on_host if span.begin < 0)
     host = stays + int(at.over_time(on_host).max())
     return MemoryPlan(resident, at_peak, state, where, int(over["activations"].max()), host, stays)
@@ -412,17 +412,17 @@ def pieces_at_peak(graph: StepGraph, axis: str, arena: Arena | None = None) -> i
 
 def _at_peak(graph: StepGraph, arena: Arena | None) -> list[StorageSpan]:
     """The storages that exist when a call peaks."""
-    worst = int(np.sum([*memory_over_time(graph, None, arena).values()], axis=0).argmax())
+    worst = int(np.sum([*memory_over_time(graph, arena).values()], axis=0).argmax())
     return [span for span in liveness(graph).spans() if span.begin <= worst <= span.end]
 
 
-def memory_over_time(graph: StepGraph, rank: int | None = None, arena: Arena | None = None) -> dict[str, Bytes]:
+def memory_over_time(graph: StepGraph, arena: Arena | None = None) -> dict[str, Bytes]:
     """Bytes by category while each node runs, in order; what they sum to is largest at the plan's peak.
 
     Of the arena, what of it holds nothing.
     """
     at = liveness(graph)
-    spans, resident = at.spans(rank), at.resident(rank)
+    spans, resident = at.spans(), at.resident()
     over = {name: at.over_time(x for x in spans if x.category == name) + resident.get(name, 0) for name in CATEGORIES}
     over["communication"] += at.transient
     if arena is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,9 +19,6 @@ from torch.utils._pytree import tree_leaves
 from graphzero import _compat
 from graphzero.ir.memory_space import HOST
 from graphzero.ir.pipeline_parts import PartCall
-
-if TYPE_CHECKING:
-    from graphzero.runtime.execute.executor import Executor
 
 Name = str | tuple[str, int]  # of a node, or of one result of a node
 
@@ -155,23 +152,3 @@ class MemoryMeter(TorchDispatchMode):
     def _note_peak(self) -> None:
         if self._is_peak:
             self._at_peak, self._is_peak = list(self._alive.values()), False
-
-
-def measure(
-    executor: Executor,
-    inputs: Mapping[str, Sequence[Any]],
-    categories: Mapping[Any, str],
-    resident: Mapping[str, Iterable[Tensor]],
-) -> Measured:
-    """Run one step and measure it.
-
-    Args:
-        categories: category by node name, or by (node name, number of the result).
-        resident: category -> tensors of the first local rank that are there before the step.  The executor's slots
-            are counted under "communication" beside them.
-    """
-    meter = MemoryMeter(categories)
-    for category, tensors in resident.items():
-        meter.register(category, tensors)
-    executor.run_step(inputs, meter)
-    return meter.measured()

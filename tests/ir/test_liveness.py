@@ -29,7 +29,6 @@ def everything(at: Liveness) -> tuple[Any, ...]:
         at.roots,
         at.readers,
         at.spans(),
-        at.spans(1),
         at.slots,
         at.total().tolist(),
         at.phase_end,

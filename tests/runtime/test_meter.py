@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from toys import measure
 
 from graphzero.ir.text.parser import parse
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.world.virtual import VirtualWorld
-from graphzero.testing.meter import measure
 
 KB = 1024  # bytes of f32[256]
 

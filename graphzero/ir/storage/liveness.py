@@ -58,7 +58,6 @@ class Liveness:
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
         self.nodes: list[fx.Node] = list(graph.nodes)
-        self._spans: dict[int | None, tuple[StorageSpan, ...]] = {}
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
@@ -145,22 +144,23 @@ class Liveness:
 
     # ---- lives
 
-    def spans(self, rank: int | None = None) -> tuple[StorageSpan, ...]:
-        """Every storage in the memory of a rank's device as ``rank`` sees it, without communication slots."""
-        if rank not in self._spans:
-            on_device = (storage for storage in self.readers if not memory_space.lies_on_host(storage[0]))
-            self._spans[rank] = tuple(self._span(storage, rank) for storage in on_device)
-        return self._spans[rank]
+    def spans(self) -> tuple[StorageSpan, ...]:
+        """Every storage in the memory of the fullest rank's device, the first one's, without communication slots."""
+        return self._spans
 
-    def on_host(self, rank: int | None = None) -> tuple[StorageSpan, ...]:
+    @cached_property
+    def _spans(self) -> tuple[StorageSpan, ...]:
+        return tuple(self._span(storage) for storage in self.readers if not memory_space.lies_on_host(storage[0]))
+
+    def on_host(self) -> tuple[StorageSpan, ...]:
         """Every storage in host memory: states that stay there, and what the step makes there."""
-        return tuple(self._span(storage, rank) for storage in self.readers if memory_space.lies_on_host(storage[0]))
+        return tuple(self._span(storage) for storage in self.readers if memory_space.lies_on_host(storage[0]))
 
-    def _span(self, storage: Storage, rank: int | None) -> StorageSpan:
+    def _span(self, storage: Storage) -> StorageSpan:
         node = storage[0]
         begin = -1 if node.op == "placeholder" else self.position[node]
         end = len(self.nodes) - 1 if begin < 0 else max(self.last_reader(storage), self._last_made[storage])
-        return StorageSpan(storage, begin, end, self._nbytes(storage, rank), self.categories[storage])
+        return StorageSpan(storage, begin, end, self._nbytes(storage), self.categories[storage])
 
     @cached_property
     def _last_made(self) -> dict[Storage, int]:
@@ -171,18 +171,18 @@ class Liveness:
                 last_made.update((storage, self.position[node]) for storage in results if storage is not None)
         return {storage: last_made.get(storage, -1) for storage in self.readers}
 
-    def _nbytes(self, storage: Storage, rank: int | None) -> int:
+    def _nbytes(self, storage: Storage) -> int:
         node, index = storage
         moves = self.transfers.get(node)
         if moves is not None and moves.is_direct:
             return self.layouts[node].arrived_elements * self.layouts[node].itemsize
         type_, nd = value.results_of(node)[index]
-        return nbytes_on(self.graph, type_, nd, rank)
+        return nbytes_on(self.graph, type_, nd)
 
-    def nbytes_of(self, node: fx.Node, rank: int | None = None) -> int:
-        """Bytes of a rank's pieces of all results of a node."""
+    def nbytes_of(self, node: fx.Node) -> int:
+        """Bytes of the fullest rank's pieces of all results of a node."""
         results = (one for one in value.results_of(node) if isinstance(one[0], value.TensorType))
-        return sum(nbytes_on(self.graph, type_, nd, rank) for type_, nd in results)
+        return sum(nbytes_on(self.graph, type_, nd) for type_, nd in results)
 
     @cached_property
     def categories(self) -> dict[Storage, str]:
@@ -238,10 +238,10 @@ class Liveness:
                 nbytes[self.position[node]] = self.layouts[node].slot_bytes
         return nbytes
 
-    def resident(self, rank: int | None = None) -> dict[str, int]:
+    def resident(self) -> dict[str, int]:
         """Bytes by category of what is there between steps, slots ("communication") among them."""
         nbytes = dict.fromkeys((*RESIDENT.values(), "communication"), 0)
-        for span in self.spans(rank):
+        for span in self.spans():
             if span.begin < 0 and span.category:
                 nbytes[span.category] += span.nbytes
         nbytes["communication"] += sum(self.slots.values())
@@ -253,9 +253,9 @@ class Liveness:
         begins, ends, sizes = (np.array([getattr(x, name) for x in in_step], dtype=np.int64) for name in _SPAN)
         return bytes_held(begins, ends, sizes, len(self.nodes))
 
-    def total(self, rank: int | None = None) -> Bytes:
+    def total(self) -> Bytes:
         """All bytes that the plan counts, by position; the largest is its peak, except for unused parts of an arena."""
-        return sum(self.resident(rank).values()) + self.transient + self.over_time(self.spans(rank))
+        return sum(self.resident().values()) + self.transient + self.over_time(self.spans())
 
 
 def bytes_held(begins: Bytes, ends: Bytes, sizes: Bytes, count: int) -> Bytes:

@@ -14,22 +14,20 @@ of 24, half of them 256 x 256 weights, 0.83 (``python bench/ablation.py``).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from graphzero.ir import value
+from graphzero.ir.calls import LISTS
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage import inplace
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.storage.roots import Roots, Storage, written_by
 from graphzero.ir.transfer import is_transfer
-from graphzero.ops import ADAM
 from graphzero.passes.base import BuiltinPass
-
-LISTS: Mapping[Any, int] = {ADAM: 6}  # what steps many at once: how many of its arguments are lists, one item for each
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def memory_data(graph: StepGraph, arena: Arena | None) -> dict[str, Any]:
     ``[value, bytes]`` of the collectives that pack into a buffer of their own.  The lives at a position, the slots,
     its buffer and what of the arena is free are, in all, the bytes of the series there.
     """
-    at, over = liveness(graph), memory_over_time(graph, None, arena)
+    at, over = liveness(graph), memory_over_time(graph, arena)
     inside = arena.offsets if arena is not None else {}
     spans = [
         [
