@@ -176,13 +176,9 @@ class UpdateWriter:
         return self._read_rounded(self.builder.placeholders[Role("param", path)])
 
     def _add_result(
-        self,
-        member: SteppedParameter,
-        key: str,
-        node: fx.Node,
-        places: dict[Any, StateSpec],
+        self, member: SteppedParameter, key: str, node: fx.Node, places: dict[Any, StateSpec],
         by_name: dict[str, fx.Node],
-    ) -> None:
+    ) -> None:  # fmt: skip
         param = self.builder.placeholders[Role("param", member.path)]
         name = places[member.path, key].placeholder if key else param.name
         dtype = tensor_type(by_name[name]).dtype

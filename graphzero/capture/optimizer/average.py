@@ -6,8 +6,8 @@ taken as they are, by value: ``where(n_averaged == 0, model, average)``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,20 +21,6 @@ from graphzero.capture.problems import first_line, problem
 from graphzero.capture.rewrite import decompositions
 from graphzero.capture.spec import AverageSpec, Precision
 from graphzero.errors import CaptureError
-
-
-@dataclass
-class _ModuleTensors:
-    """Tensors in the place of a module's."""
-
-    params: list[Any]
-    others: list[Any]
-
-    def parameters(self) -> Iterator[Any]:
-        return iter(self.params)
-
-    def buffers(self) -> Iterator[Any]:
-        return iter(self.others)
 
 
 class _TracedCount:
@@ -62,11 +48,9 @@ class _TracedCount:
 class _TracedAverage:
     """Replacement of an ``AveragedModel`` while its ``update_parameters`` runs."""
 
-    def __init__(self, real: AveragedModel, module: _ModuleTensors, count: Any) -> None:
+    def __init__(self, real: AveragedModel, module: Any, count: Any) -> None:
         self.real, self.module, self.n_averaged = real, module, _TracedCount(count)
-
-    def parameters(self) -> Iterator[Any]:
-        return self.module.parameters()
+        self.parameters = module.parameters
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
@@ -142,10 +126,15 @@ def _shapes(tensors: tuple[list[Tensor], list[Tensor]]) -> list[list[torch.Size]
     return [[x.shape for x in some] for some in tensors]
 
 
+def _module_of(params: list[Any], others: list[Any]) -> Any:
+    """Tensors in the place of a module's."""
+    return SimpleNamespace(parameters=lambda: iter(params), buffers=lambda: iter(others))
+
+
 def _updated(averaged: AveragedModel, count: Any, tensors: list[Any], sizes: tuple[int, ...]) -> list[Any]:
     total = sum(sizes)
     ours, theirs = tensors[:total], tensors[total:]
-    average, model = (_ModuleTensors(some[: sizes[0]], some[sizes[0] :]) for some in (ours, theirs))
+    average, model = (_module_of(some[: sizes[0]], some[sizes[0] :]) for some in (ours, theirs))
     stand_in = _TracedAverage(averaged, average, count)
     with torch.no_grad(), HostNumbers():
         type(averaged).update_parameters(stand_in, model)  # type: ignore[arg-type]

@@ -87,22 +87,12 @@ class UserCodeMode(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        stand_ins: dict[int, Tensor],
-        free: CapturedConstants,
-        value_reads: ValueReads,
-        casts: ParameterCasts,
+        self, stand_ins: dict[int, Tensor], free: CapturedConstants, value_reads: ValueReads, casts: ParameterCasts,
         device: str,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.stand_ins, self.free, self.value_reads, self.device, self.build = (
-            stand_ins,
-            free,
-            value_reads,
-            device,
-            value_reads.build,
-        )
-        self.casts, self.has_floats = casts, False
+        self.stand_ins, self.free, self.value_reads, self.device = stand_ins, free, value_reads, device
+        self.build, self.casts, self.has_floats = value_reads.build, casts, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """``func``; of float inputs by their symbols, or where no symbol is taken, by their values."""

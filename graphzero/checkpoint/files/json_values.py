@@ -23,14 +23,8 @@ DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isin
 _NUMBER = re.compile(r"bool|u?int(8|16|32|64)|b?float(8_\w+|16|32|64)|complex\d+")
 NUMBERS = {x for name, x in DTYPES.items() if _NUMBER.fullmatch(name)}  # which torch casts to each other
 STORED = NUMBERS | {x for name, x in DTYPES.items() if name.startswith(("bits", "float"))}  # which it can copy
-MALFORMED = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    RuntimeError,
-    OverflowError,
-)  # raised for altered values
+# raised for altered values
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
 _LONG = 1 << 10  # bits of an int that is written as it is; of longer ones Python reads so many digits only
 _TEXTS: dict[str, Callable[[str], Any]] = {
     "float": float, "complex": complex, "bytes": bytes.fromhex, "device": torch.device,

@@ -50,12 +50,10 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     factory.add_arguments(one)
     one.add_argument("--stage", type=int, default=2, choices=factory.STAGES, help="given to the FACTORY; 2")
     one.add_argument(
-        "--device",
-        default="h100",
-        metavar="NAME",
+        "--device", default="h100", metavar="NAME",
         help=f"for whose kernels, and by whose numbers the timeline is planned: {', '.join(names())}, a file, or cpu, "
         "of which no times are known; h100",
-    )
+    )  # fmt: skip
     what = one.add_mutually_exclusive_group()
     what.add_argument("--before", metavar="PASS", help="print the program that a pass was given, by name or number")
     what.add_argument("--after", metavar="PASS", help="print the program behind a pass; by default behind the last")
@@ -72,16 +70,13 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
         "--module", default="", metavar="PATH", help="only those of a module: model.layers.0, 'model.*.mlp'"
     )
     one.add_argument(
-        "--value",
-        default="",
-        metavar="NAME",
+        "--value", default="", metavar="NAME",
         help="only values of that name, or pattern; of one alone, all there is to say",
-    )
+    )  # fmt: skip
     one.add_argument(
-        "--beside",
-        metavar="TEXT",
+        "--beside", metavar="TEXT",
         help="with --html: another plan beside it, 'stage=3 axes=dp=4,tp=2'; what is not said is as in the first",
-    )
+    )  # fmt: skip
     one.add_argument("--measured", metavar="FILE", help="with --html: a measured timeline, Trace.to_timeline() as JSON")
     one.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="of diffs; auto")
 

@@ -17,12 +17,9 @@ from graphzero.step.program import StepProgram
 
 
 def plan_data(
-    program: StepProgram,
-    title: str,
-    pool: Pool,
-    device: Device | None = None,
+    program: StepProgram, title: str, pool: Pool, device: Device | None = None,
     measured: Sequence[Mapping[str, Any]] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Data of one plan; see the parts for what they hold.
 
     title: what tells it from another plan.  device: by whose numbers its timeline is planned.

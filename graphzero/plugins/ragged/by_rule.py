@@ -24,13 +24,8 @@ SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.nansum.default, aten.count_
 LARGEST = (aten.amax.default, aten.max.default)
 SMALLEST = (aten.amin.default, aten.min.default)
 TRUTHS = {
-    aten.any.default: 0,
-    aten.any.dim: 0,
-    aten.any.dims: 0,
-    aten.all.default: 1,
-    aten.all.dim: 1,
-    aten.all.dims: 1,
-}
+    aten.any.default: 0, aten.any.dim: 0, aten.any.dims: 0, aten.all.default: 1, aten.all.dim: 1, aten.all.dims: 1,
+}  # fmt: skip
 
 
 def _signatures(work: PaddedOp, sections: set[int]) -> Sequence[Signature]:

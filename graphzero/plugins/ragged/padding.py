@@ -227,11 +227,9 @@ class Padding:
                 )
 
     def _check_fills(
-        self,
-        ragged_dims: Mapping[str, Sequence[_RaggedDim]],
-        everyone: Sequence[Mapping[str, int]],
+        self, ragged_dims: Mapping[str, Sequence[_RaggedDim]], everyone: Sequence[Mapping[str, int]],
         lengths: Mapping[str, Length],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Check fills: where one rank's batch is longer than another's, the other's filling is data."""
         for name, some in ragged_dims.items():
             if lengths[name].is_split or len({each.get(name) for each in everyone} - {0}) == 1:

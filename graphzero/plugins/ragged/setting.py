@@ -10,10 +10,8 @@ from graphzero.plugins.ragged.shapes import Shapes, shapes_of
 
 def set_shapes(
     inputs: Mapping[str, Mapping[int, str] | Sequence[str | None]] | None,
-    sizes: Mapping[str, int | Sequence[int] | str] | None = None,
-    *,
-    fill: Mapping[str, float] | None = None,
-) -> Shapes | None:
+    sizes: Mapping[str, int | Sequence[int] | str] | None = None, *, fill: Mapping[str, float] | None = None,
+) -> Shapes | None:  # fmt: skip
     """Pad inputs of many shapes to a few, so that a few programs serve all of them; results are as without padding.
 
     inputs: which dims of which inputs are ragged, with names that you choose: ``{"input_ids": {0: "rows", 1:

@@ -20,16 +20,8 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.ragged import Along, Ragged
 
 Place = int | str  # of an argument: its number, or its name
-MORE = (
-    (0,),
-    (-1,),
-    (1,),
-    (0, 0),
-    (-2,),
-    (2,),
-    (0, -1),
-    (-1, -1),
-)  # what factors of a count have more than a ragged dim
+# what factors of a count have more than a ragged dim
+MORE = ((0,), (-1,), (1,), (0, 0), (-2,), (2,), (0, -1), (-1, -1))
 POWERS = (1, -1, 0.5, -0.5)
 
 

@@ -21,14 +21,9 @@ class PaddingTransform:
     """See ``InputTransform``."""
 
     def read_inputs(
-        self,
-        reader: BuildInputReader,
-        ranks: Ranks,
-        settings: Settings,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, reader: BuildInputReader, ranks: Ranks, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any],
         running: bool,
-    ) -> tuple[Inputs, Padded]:
+    ) -> tuple[Inputs, Padded]:  # fmt: skip
         """The padded inputs, see ``Padding.read_inputs``."""
         return Padding(reader, ranks, settings).read_inputs(args, kwargs, running)
 

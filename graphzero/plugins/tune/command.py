@@ -53,12 +53,10 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     factory.add_arguments(one)
     one.add_argument("--device", required=True, metavar="NAME", help="h100 and others, or a file that calibrate wrote")
     one.add_argument(
-        "--batch",
-        type=int,
-        metavar="ROWS",
+        "--batch", type=int, metavar="ROWS",
         help="of the global batch: given to the FACTORY as batch=ROWS if it takes that, else the rows of its example "
         "are repeated; by default the example's rows on each rank",
-    )
+    )  # fmt: skip
     one.add_argument("--memory", metavar="SIZE", help=f"that a plan may peak at, such as 70GB; {SHARE} of the device's")
     one.add_argument("--tensor", metavar="1,2,4", help="ranks of the tensor axis to try; powers of two within a host")
     one.add_argument("--pipeline", metavar="1,2,4", help="ranks of the pipeline axis to try; 1, no stages")

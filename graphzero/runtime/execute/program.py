@@ -71,12 +71,9 @@ class Program:
 
 
 def compile_graph(
-    graph: StepGraph,
-    world: World,
-    calls: CompiledRegions | None = None,
-    arena: Arena | None = None,
+    graph: StepGraph, world: World, calls: CompiledRegions | None = None, arena: Arena | None = None,
     checking: bool = False,
-) -> Program:
+) -> Program:  # fmt: skip
     """Compile a lowered graph for the ranks that live in this process.
 
     calls: what to call for regions, where the graph has any.  arena: where results lie that do not find their own

@@ -30,10 +30,8 @@ from graphzero.sbp.shards import piece_shape
 aten = torch.ops.aten
 Boxed = Callable[[list[Tensor]], list[Tensor]]
 
-SETTINGS = {
-    "size_asserts": False,
-    "alignment_asserts": False,
-}  # a CompiledRegion looks at layouts, a program has fixed sizes
+# a CompiledRegion looks at layouts, a program has fixed sizes
+SETTINGS = {"size_asserts": False, "alignment_asserts": False}
 _functions: dict[Any, Boxed] = {}  # of this process, by text, layouts and threads
 MOST_FUNCTIONS = 2**9  # of them; programs hold their own
 

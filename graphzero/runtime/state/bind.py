@@ -29,14 +29,9 @@ from graphzero.runtime.tensors.stage_tensors import connect_axes, has_stages
 
 
 def bind(
-    state: State,
-    graph: StepGraph,
-    specs: Sequence[Spec],
-    constants: Mapping[str, Tensor],
-    entries: Mapping[str, ModuleTensor],
-    homes: Mapping[str, int],
-    host: HostStates,
-) -> dict[str, list[Tensor]]:
+    state: State, graph: StepGraph, specs: Sequence[Spec], constants: Mapping[str, Tensor],
+    entries: Mapping[str, ModuleTensor], homes: Mapping[str, int], host: HostStates,
+) -> dict[str, list[Tensor]]:  # fmt: skip
     """Lay out everything that ``graph`` keeps between calls; returns one tensor per local rank by placeholder.
 
     homes: placeholder -> the member of ``pp`` whose ranks alone keep it; all others are kept by all.

@@ -44,21 +44,13 @@ class ModulesWatch:
         tensors = [entry.tensor for entry in entries.values()]
         for tensor in tensors:
             data_address(tensor)
-        self._storages, self._layouts, self._hooks = (
-            StorageWatch(tensors),
-            TensorTypeWatch(tensors),
-            TensorHooksWatch(tensors),
-        )
+        self._of_tensors = StorageWatch(tensors), TensorTypeWatch(tensors), TensorHooksWatch(tensors)
 
     def is_unchanged(self) -> bool:
         """Return whether nothing has changed."""
-        return (
-            self._plain.is_unchanged()
-            and (not self._others or same_tensors(list(map(_slowly, self._others)), self._facts))
-            and self._storages.is_unchanged()
-            and self._layouts.is_unchanged()
-            and self._hooks.is_unchanged()
-        )
+        is_same = self._plain.is_unchanged()
+        is_same = is_same and (not self._others or same_tensors(list(map(_slowly, self._others)), self._facts))
+        return is_same and all(watch.is_unchanged() for watch in self._of_tensors)
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -200,11 +192,9 @@ class StatesWatch:
     """
 
     def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        states: Mapping[tuple[int, str], tuple[Tensor, dict[str, Any], Sequence[str]]],
-        counters: Sequence[Tensor],
-    ) -> None:
+        self, optimizers: Sequence[Optimizer],
+        states: Mapping[tuple[int, str], tuple[Tensor, dict[str, Any], Sequence[str]]], counters: Sequence[Tensor],
+    ) -> None:  # fmt: skip
         self._optimizers = [(optimizer, dict(optimizer.state)) for optimizer in optimizers]
         by_keys: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for _, state, keys in states.values():

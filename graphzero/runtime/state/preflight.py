@@ -72,12 +72,9 @@ def check_ranks_apart(ranks: Sequence[int], everyone: Sequence[Mapping[str, str]
 
 
 def describe_binding(
-    state: State,
-    specs: Sequence[Spec],
-    constants: Mapping[str, Tensor],
-    entries: Mapping[str, ModuleTensor],
+    state: State, specs: Sequence[Spec], constants: Mapping[str, Tensor], entries: Mapping[str, ModuleTensor],
     repeated: str,
-) -> dict[str, str]:
+) -> dict[str, str]:  # fmt: skip
     """Text by name of the tensors that this rank is going to bind: compared among ranks before any of them binds.
 
     repeated: what each computes for itself, for states that are to stay equal.

@@ -66,13 +66,9 @@ class State:
     """
 
     def __init__(
-        self,
-        world: Callable[[], World],
-        placement: Placement,
-        ranks: Ranks,
-        modules: Mapping[str, nn.Module],
+        self, world: Callable[[], World], placement: Placement, ranks: Ranks, modules: Mapping[str, nn.Module],
         optimizers: Sequence[Optimizer],
-    ):
+    ):  # fmt: skip
         self.placement, self._make_world = placement, world
         self.ranks, self.modules, self.optimizers = ranks, modules, optimizers
         self.random = RandomStream()

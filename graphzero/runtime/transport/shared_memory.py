@@ -85,15 +85,9 @@ class _ReduceExchange(SharedMemoryExchange):
     """An exchange whose pieces are reduced as they are read, in parts that a processor's cache holds."""
 
     def __init__(
-        self,
-        transport: SharedMemoryTransport,
-        number: int,
-        sends: Pieces,
-        own: Tensor,
-        out: Tensor,
-        reduction: str,
+        self, transport: SharedMemoryTransport, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str,
         then: Continuation,
-    ):
+    ):  # fmt: skip
         super().__init__(transport, number, sends, set(transport.others) if own.numel() else set(), then)
         self.own, self.out, self.reduction = own, out, reduction
         self.addresses: dict[int, int] = {}
