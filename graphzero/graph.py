@@ -66,6 +66,7 @@ class Graph:
         self, placement: Placement | DeviceMesh | None = None, name: str | None = None,
         config: GraphConfig | None = None,
     ) -> None:  # fmt: skip
+        argument_checks.check_name(name)
         self.name = name or type(self).__name__
         self.placement = launch.resolve(config.placement if config is not None and placement is None else placement)
         self.config = (

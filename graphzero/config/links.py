@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from graphzero.errors import ConfigError
+from graphzero.errors import ConfigError, shorten_repr
 from graphzero.plan.device import is_way
 from graphzero.runtime.json_file import read_json
 from graphzero.sbp.link_costs import Link, Links, link_of
@@ -24,7 +24,7 @@ def links_of(given: Any, placement: Placement) -> Links:
     Raises ConfigError for axes that the placement does not have, axes of several ranks without a link, and what is no
     pair of numbers.
     """
-    what = f"set_links({given!r})"
+    what = f"set_links({shorten_repr(given)})"
     named = _read(given, what) if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(named, Mapping):
         raise ConfigError(

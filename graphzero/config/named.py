@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from graphzero.config.setting import choices
-from graphzero.errors import ConfigError
+from graphzero.errors import ConfigError, shorten_repr
 from graphzero.passes import pass_name
 from graphzero.passes.pass_list import GROUPS, pass_names
 from graphzero.passes.place.attention_choice import CHOICES, ways_by_axis, ways_text
@@ -49,21 +49,23 @@ class UserPass(NamedTuple):
 def with_input(inputs: tuple[InputSbp, ...], name: str, sbp: Any, placement: Placement) -> tuple[InputSbp, ...]:
     """``inputs`` and this one, by name.  Raises ConfigError for what is not a name, or not an SBP on ``placement``."""
     if not isinstance(name, str):
-        raise ConfigError(f"set_input({name!r}, ...): give the input's name in build, a text")
+        raise ConfigError(f"set_input({shorten_repr(name)}, ...): give the input's name in build, a text")
     nd = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp) if isinstance(sbp, (tuple, list)) else (sbp,)
     count = len(placement.names)
     if not all(isinstance(item, Sbp) for item in nd):
-        raise ConfigError(f"set_input({name!r}, sbp={sbp!r}): write gz.sbp.B, gz.sbp.S(0) or gz.sbp.P")
+        raise ConfigError(f"set_input({name!r}, sbp={shorten_repr(sbp)}): write gz.sbp.B, gz.sbp.S(0) or gz.sbp.P")
     is_of_stage = PIPELINE in placement.names and len(nd) == count - 1
     if len(nd) != count and not is_of_stage:
         raise ConfigError(
-            f"set_input({name!r}, sbp={sbp!r}): {placement!r} has {count} axes "
+            f"set_input({name!r}, sbp={shorten_repr(sbp)}): {placement!r} has {count} axes "
             f"({', '.join(placement.names)}); give one SBP for each, a tuple of {count}"
         )
     if PIPELINE in placement.names and not is_of_stage:
         at = placement.axis(PIPELINE)
         if nd[at] is not B:
-            raise ConfigError(f"set_input({name!r}, sbp={sbp!r}): write B along {PIPELINE}: each stage has the input")
+            raise ConfigError(
+                f"set_input({name!r}, sbp={shorten_repr(sbp)}): write B along {PIPELINE}: each stage has the input"
+            )
         nd = (*nd[:at], *nd[at + 1 :]) or (B,)
     return tuple(InputSbp(*one) for one in sorted({**dict(inputs), name: nd}.items()))
 
@@ -94,7 +96,9 @@ def with_pass(passes: tuple[UserPass, ...], own: Callable[[Any], Any], after: st
 def _check_pass(pass_: Any) -> None:
     """Raise ConfigError for what ``add_pass`` cannot take."""
     if not callable(pass_):
-        raise ConfigError(f"add_pass({pass_!r}): a pass is a callable that takes a StepGraph and returns one")
+        raise ConfigError(
+            f"add_pass({shorten_repr(pass_)}): a pass is a callable that takes a StepGraph and returns one"
+        )
     if isinstance(pass_, type):
         raise ConfigError(f"add_pass({pass_.__name__}): that is a class; add an object of it: {pass_.__name__}()")
     if not _takes_one(pass_):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from graphzero.errors import ConfigError, shorten_list
+from graphzero.errors import ConfigError, shorten_list, shorten_repr
 from graphzero.passes.stages.stage_marks import matches_path
 from graphzero.plan.device import Device
 from graphzero.sbp.placement import PIPELINE, Placement
@@ -61,8 +61,8 @@ def read_auto_stages(count: Any, device: Any, placement: Placement) -> AutoStage
     _check_axis(placement)
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise ConfigError(
-            f'set_stage("auto", {count!r}): give the number of stages, 1 or more, or nothing for as many as the '
-            "schedule needs"
+            f'set_stage("auto", {shorten_repr(count)}): give the number of stages, 1 or more, or nothing for as many '
+            "as the schedule needs"
         )
     if device is None or isinstance(device, Device):
         return AutoStages(count, device)
@@ -89,11 +89,11 @@ def with_stage(marks: tuple[StageMark, ...], marked: Any, stage: Any, placement:
     _check_axis(placement)
     if not isinstance(marked, (str, nn.Module)) or not marked:
         raise ConfigError(
-            f"set_stage({marked!r}, ...): give a module, or a path from an attribute of the Graph, such as "
+            f"set_stage({shorten_repr(marked)}, ...): give a module, or a path from an attribute of the Graph, such as "
             '"model.layers.0" or "model.layers.*"'
         )
     if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
-        raise ConfigError(f"set_stage(..., {stage!r}): give the number of a stage, from 0 on")
+        raise ConfigError(f"set_stage(..., {shorten_repr(stage)}): give the number of a stage, from 0 on")
     mark = StageMark(marked, None, stage) if isinstance(marked, str) else StageMark("", marked, stage)
     for other in marks:
         if (other.pattern, other.module) == (mark.pattern, mark.module) and other.stage != stage:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphzero.config.setting import Check, Checked, choices, setting, settings_of, tuple_of, whole_number
-from graphzero.errors import ConfigError
+from graphzero.errors import ConfigError, shorten_repr
 from graphzero.sbp.placement import PIPELINE, Placement
 
 STAGES = (1, 2, 3)
@@ -99,23 +99,22 @@ def _names(keep_gathered: bool | Iterable[str]) -> tuple[str, ...]:
 
 def _axes(axis: str | Iterable[str] | None, placement: Placement) -> tuple[str, ...]:
     """The axes that ``enable_zero(axis=...)`` means, in order; raises ConfigError for what names none."""
-    names = placement.names
-    if axis is not None and not isinstance(axis, Iterable):
-        raise ConfigError(f"enable_zero(axis={axis!r}): give the name of an axis, or names; {choices(names)}")
+    names, said = placement.names, f"enable_zero(axis={shorten_repr(axis)})"
     if axis is None:
         if not placement.data_axes:
             others = [name for name in names if name != PIPELINE]
             hint = f"say which axis to split over: enable_zero(axis={others[0]!r})" if others else "add one"
             raise ConfigError(f"enable_zero(): {placement!r} has no data axis, one whose name begins with dp; {hint}")
         return placement.data_axes
-    chosen = (axis,) if isinstance(axis, str) else tuple(axis)
+    try:
+        chosen = (axis,) if isinstance(axis, str) else tuple(axis)
+    except TypeError:
+        raise ConfigError(f"{said}: give the name of an axis, or names; {choices(names)}") from None
     for name in chosen:
         if name == PIPELINE and name in names:
-            raise ConfigError(
-                f"enable_zero(axis={axis!r}): along {PIPELINE} are stages, which have no states in common"
-            )
+            raise ConfigError(f"{said}: along {PIPELINE} are stages, which have no states in common")
         if name not in names:
-            raise ConfigError(f"enable_zero(axis={axis!r}): {choices(names)}, the axes of {placement!r}")
+            raise ConfigError(f"{said}: {choices(names)}, the axes of {placement!r}")
     if not chosen or len(set(chosen)) != len(chosen):
-        raise ConfigError(f"enable_zero(axis={axis!r}): name every axis once, at least one; {choices(names)}")
+        raise ConfigError(f"{said}: name every axis once, at least one; {choices(names)}")
     return tuple(name for name in names if name in chosen)

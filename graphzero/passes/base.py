@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 
-from graphzero.errors import VerifyError
+from graphzero.errors import ConfigError, VerifyError, shorten_repr
 from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.packed_graph import PackedGraph, PackedHistory
 from graphzero.ir.streams.launches import check_program_launches
@@ -130,11 +130,19 @@ class Pipeline:
     verifies: False for programs that are only priced, of which many are made; those that run are verified.
 
     Raises:
+        ConfigError: when it is made, of what is not a list of passes.
         VerifyError: a pass returned another type, dropped an update or an input, or broke a law of the IR.
     """
 
     def __init__(self, passes: Iterable[Pass], verifies: bool = True):
-        self.passes, self.verifies = list(each(passes)), verifies
+        try:
+            self.passes, self.verifies = list(each(passes)), verifies
+            wrong = not all(map(callable, self.passes))
+        except TypeError:  # not iterable
+            wrong = True
+        if wrong:
+            said = f"Pipeline({shorten_repr(passes)})"
+            raise ConfigError(f"{said}: give a list of passes, callables that take a StepGraph")
         self.history: list[Record] = []
 
     def __call__(self, graph: StepGraph) -> StepGraph:

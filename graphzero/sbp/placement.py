@@ -7,14 +7,14 @@ torch.distributed.  How a tensor lies on a placement is ``types``; who runs wher
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphzero.errors import PlacementError
+from graphzero.errors import PlacementError, shorten_repr
 from graphzero.sbp.meshes import ascend, mesh_of, stage_mesh_of
 
 DEVICE_TYPES = ("cpu", "cuda")
@@ -228,22 +228,23 @@ def as_placement(x: Placement | DeviceMesh) -> Placement:
 
 
 def _checked_ranks(ranks: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    text = shorten_repr(ranks)
     try:
-        array = np.array(list(ranks) if isinstance(ranks, Iterable) else ranks)
+        array = np.array(list(ranks))
     except ValueError:
-        raise PlacementError(f"ragged ranks {ranks!r}: every row needs the same number of ranks") from None
-    if array.ndim == 0:
-        raise PlacementError(f"ranks {ranks!r} are not a list; for ranks 0 to n-1 write range(n)")
+        raise PlacementError(f"ragged ranks {text}: every row needs the same number of ranks") from None
+    except TypeError:  # also a 0-d tensor, which only seems to be iterable
+        raise PlacementError(f"ranks {text} are not a list; for ranks 0 to n-1 write range(n)") from None
     if array.size == 0:
-        raise PlacementError(f"no ranks in {ranks!r}; name at least one")
+        raise PlacementError(f"no ranks in {text}; name at least one")
     if not np.issubdtype(array.dtype, np.integer):
-        raise PlacementError(f"ranks {ranks!r} are not whole numbers")
+        raise PlacementError(f"ranks {text} are not whole numbers")
     if (array < 0).any():
-        raise PlacementError(f"negative ranks in {ranks!r}; ranks count from 0")
+        raise PlacementError(f"negative ranks in {text}; ranks count from 0")
     values, counts = np.unique(array, return_counts=True)
     if (counts > 1).any():
         twice = ", ".join(str(v) for v in values[counts > 1])
-        raise PlacementError(f"ranks {twice} occur more than once in {ranks!r}; a rank has one place")
+        raise PlacementError(f"ranks {twice} occur more than once in {text}; a rank has one place")
     return array.astype(np.int64)
 
 
@@ -252,16 +253,19 @@ def _checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...]:
         if ndim not in _DEFAULT_NAMES:
             raise PlacementError(f"ranks with {ndim} axes need names=, one per axis; only 1 or 2 axes have defaults")
         return _DEFAULT_NAMES[ndim]
-    if not isinstance(names, Iterable):
-        raise PlacementError(f"names={names!r}: give the name of each axis, a list of texts")
-    chosen = (names,) if isinstance(names, str) else tuple(names)
+    text = shorten_repr(names)
+    try:
+        chosen = (names,) if isinstance(names, str) else tuple(names)
+    except TypeError:
+        raise PlacementError(f"names={text}: give the name of each axis, a list of texts") from None
     if len(chosen) != ndim:
-        raise PlacementError(f"{len(chosen)} names {chosen!r} for ranks with {ndim} axes; give one name per axis")
-    if len(set(chosen)) != len(chosen):
-        raise PlacementError(f"an axis name occurs twice in {chosen!r}")
+        raise PlacementError(f"{len(chosen)} names {text} for ranks with {ndim} axes; give one name per axis")
     for name in chosen:
         if not isinstance(name, str) or not name.isidentifier():
-            raise PlacementError(f"axis name {name!r} is not an identifier: letters, digits and _, no leading digit")
+            name = shorten_repr(name)
+            raise PlacementError(f"axis name {name} is not an identifier: letters, digits and _, no leading digit")
+    if len(set(chosen)) != len(chosen):
+        raise PlacementError(f"an axis name occurs twice in {text}")
     return chosen
 
 

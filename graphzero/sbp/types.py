@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-from graphzero.errors import SbpError
+from graphzero.errors import SbpError, shorten_repr
 from graphzero.sbp.reductions import REDUCTIONS
 
 
@@ -84,9 +84,11 @@ def S(dim: int, sections: int = 1) -> Sbp:
     Raises SbpError for a negative dim: a rule for any rank of tensor needs one name per dim.
     """
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < 0:
-        raise SbpError(f"S({dim!r}): a split names a tensor dim by a number from 0 up; write the last one so too")
+        raise SbpError(
+            f"S({shorten_repr(dim)}): a split names a tensor dim by a number from 0 up; write the last one so too"
+        )
     if not isinstance(sections, int) or isinstance(sections, bool) or sections < 1:
-        raise SbpError(f"S({dim}, {sections!r}): the sections of a dim are counted from 1 up")
+        raise SbpError(f"S({dim}, {shorten_repr(sections)}): the sections of a dim are counted from 1 up")
     return _split(dim, sections)
 
 

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from graphzero.capture.problems import find_refusal
 from graphzero.config import GraphConfig
-from graphzero.errors import ConfigError
+from graphzero.errors import ConfigError, shorten_repr
 from graphzero.sbp.placement import Placement
 
 RESERVED = (
@@ -163,7 +163,14 @@ def check_no_others(others: Mapping[str, Any]) -> None:
         )
 
 
-def check_clipping(**numbers: float | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and (isinstance(number, bool) or not (isinstance(number, (int, float)) and number > 0)):
-            raise ConfigError(f"add_optimizer({name}={number!r}): give a positive number, or leave it out")
+def check_name(name: object) -> None:
+    """Refuse what is not a name of a Graph."""
+    if name is not None and not (isinstance(name, str) and name):
+        raise ConfigError(f"Graph(name={shorten_repr(name)}): give a text, or leave it out")
+
+
+def check_clipping(norm_type: float, **limits: float | None) -> None:
+    for name, number in {"norm_type": norm_type, **limits}.items():
+        is_positive = isinstance(number, (int, float)) and not isinstance(number, bool) and number > 0
+        if not is_positive and (number is not None or name == "norm_type"):
+            raise ConfigError(f"add_optimizer({name}={shorten_repr(number)}): give a positive number, or leave it out")

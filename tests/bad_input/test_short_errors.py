@@ -7,12 +7,14 @@ import sys
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import graphzero as gz
 from graphzero import errors
+from graphzero.passes import Pipeline
 
 ONE = gz.placement("cpu", range(2), virtual=True)
 
@@ -120,3 +122,32 @@ def test_two_ranks_print_what_both_raise_once(tmp_path, monkeypatch):
     assert of_ranks.count("does not run in plain PyTorch either") == 2
     assert of_ranks.count("in build") == 1
     assert len(of_ranks.splitlines()) < 25
+
+
+LONG = [[1] * 10_000, torch.ones(10_000), np.ones(500)]
+WRONG_ARGUMENTS = {
+    "Graph(name=)": lambda value, config: gz.Graph(ONE, name=value),
+    "Pipeline": lambda value, config: Pipeline(value),
+    "S": lambda value, config: gz.sbp.S(value),
+    "placement": lambda value, config: gz.placement("cpu", value),
+    "names": lambda value, config: gz.placement("cpu", range(2), names=value),
+    "axis": lambda value, config: config.enable_zero(axis=value),
+    "add_pass": lambda value, config: config.add_pass(value),
+    "set_links": lambda value, config: config.set_links(value),
+    "set_input": lambda value, config: config.set_input("x", sbp=value),
+    "set_gradient_accumulation_steps": lambda value, config: config.set_gradient_accumulation_steps(value),
+    "norm_type": lambda value, config: ClassifierGraph(norm_type=value, clip_grad_norm=1.0),
+    "clip_grad_value": lambda value, config: ClassifierGraph(clip_grad_value=value),
+}
+
+
+@pytest.mark.parametrize("place", WRONG_ARGUMENTS)
+def test_a_wrong_value_is_an_error_of_ours_that_does_not_print_all_of_it(place):
+    for value in (*LONG, torch.tensor(1), np.array(2.5), object()):
+        error, _ = shown(lambda value=value: WRONG_ARGUMENTS[place](value, gz.GraphConfig(ONE)))
+        assert len(str(error)) < 600
+
+
+def test_none_is_a_norm_of_no_kind():
+    error, _ = shown(lambda: ClassifierGraph(norm_type=None, clip_grad_norm=1.0))
+    assert "norm_type=None" in str(error)
