@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from toys import lines, lower
 
 import graphzero as gz
-from graphzero.errors import CapacityError, ConfigError
+from graphzero.errors import CapacityError, CheckError, ConfigError
 from graphzero.passes.experts import row_exchange
 from graphzero.passes.experts.split_routing import SplitRouting
 from graphzero.sbp import B, S
@@ -312,19 +313,56 @@ def test_settings_without_a_meaning_are_refused(case: str) -> None:
         call(TrainGraph(Mixture(), loss_of, placement=virtual(dp=2)).config)
 
 
-def test_pipeline_stages_exchange_rows_with_room_for_all_since_they_cannot_stop() -> None:
+def close_loss(model: Any, x: Tensor, wanted: Tensor) -> Tensor:
+    """A loss, with a check between two mixtures that only their true results meet."""
+    h = model.stem(x)
+    h = h + model.first(h)
+    assert (h - wanted).abs().max() < 1e-9
+    loss: Tensor = model.head((h + model.second(h)).tanh()).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches", "stage"), [
+    ("", 1, 3), ("1f1b", 2, 3), pytest.param("zb1p", 3, 2, marks=pytest.mark.slow),
+    pytest.param("zbv", 2, 0, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_all_stages_make_a_step_without_room_again_and_what_build_checks_waits(
+    schedule: str, micro_batches: int, stage: int
+) -> None:
+    """Room is taken away before each step; one mixture alone may lack it."""
     model: Any = model_of(shared=False, bias=torch.tensor([0.0, 9, 0, 9]))
-    optimizer = torch.optim.SGD(model.parameters())
-    graph = TrainGraph(model, loss_of, optimizer, placement=virtual(pp=2, dp=2), stage=3, micro_batches=2)
-    for part, stage in ((model.stem, 0), (model.first, 0), (model.second, 1), (model.head, 1)):
-        graph.config.set_stage(part, stage)
+    model.second.bias = None
+    twin = copy.deepcopy(model)
+    place = virtual(pp=2, dp=2) if schedule else virtual(dp=2)
+    gz.to_global(model, place, {"*.up": (*(B,) * bool(schedule), S(0)), "*.down": (*(B,) * bool(schedule), S(0))})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    graph = TrainGraph(model, close_loss, optimizer, placement=place, stage=stage, micro_batches=micro_batches)
+    if schedule:
+        parts = [model.stem, model.first, model.second, model.head]
+        count = len(parts) if schedule == "zbv" else 2
+        for i, part in enumerate(parts):
+            graph.config.set_stage(part, i * count // len(parts))
+        graph.config.set_pipeline(schedule)
+    other = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    for step, room in enumerate((0.5, 1.0, 0.5)):  # of which the second is enough for the first mixture
+        exchanging(room)(graph)
+        h = twin.stem(batch(step))
+        wanted = (h + twin.first(h)).detach()
+        other.zero_grad()
+        loss = close_loss(twin, batch(step), wanted)
+        loss.backward()
+        other.step()
+        torch.testing.assert_close(graph(batch(step), wanted), loss.detach(), rtol=1e-9, atol=1e-9)
+        assert graph.config.expert_capacity > room and is_exchanged(graph)
+        before = graph.full_state_dict()["modules"]["model"]
+        torch.testing.assert_close(before, twin.state_dict(), rtol=1e-9, atol=1e-9)
+        exchanging(0.5)(graph)
+        with pytest.raises(CheckError, match="wanted"):
+            graph(batch(step), wanted)  # which are not the new ones
+        torch.testing.assert_close(graph.full_state_dict()["modules"]["model"], before, rtol=0, atol=0)
     exchanging(0.5)(graph)
-    report = gz.check(graph, batch(0), dtype=torch.float64, rtol=1e-9)
-    assert report, str(report)
-    (line,) = graph.plan.decisions
-    assert line.startswith("experts split over dp: exchange with room for all rows")
-    assert "check(" not in str(graph.program)
-    assert graph.config.expert_capacity == 0.5 and any(c.kind == "all_to_all" for c in graph.plan.collectives)
+    h = twin.stem(batch(5))
+    assert gz.check(graph, batch(5), (h + twin.first(h)).detach(), dtype=torch.float64, rtol=1e-9)
 
 
 def test_auto_exchanges_rows_while_that_sends_least() -> None:

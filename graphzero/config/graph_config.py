@@ -169,7 +169,7 @@ class GraphConfig(metaclass=PluginMembers):
         capacity: of an exchange, for how many rows of one rank another one has room, as a multiple of an even share.  A
         step that needs more stops before it changes anything, and runs again, as the same step, in a program with
         twice the room, which the Graph goes on with; with as much as there are ranks there is room for any routing.
-        With pipeline stages, and with ``set_cuda_graph``, a step cannot stop: there is always room for all rows.
+        With ``set_cuda_graph`` a step cannot stop: there is always room for all rows.
 
         The step is the same either way, but for rounding.  The ways are described in docs/experts.md.
         """

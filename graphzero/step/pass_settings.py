@@ -46,8 +46,7 @@ def program_of(
     if settings.gradient_accumulation_steps > 1:
         graph, placed = in_micro_batches(graph, settings, placed)
     options = options_of(settings, placed, pipeline_stages)
-    if settings.cuda_graph or pipeline_stages or settings.auto_stages is not None:
-        # a check of room comes after stages are assigned, and a recording stops at none: so there is room for all rows
+    if settings.cuda_graph:  # a recording stops at no check: so there is room for all rows
         options = replace(options, expert_capacity=float(prod(graph.placement.hierarchy)))
     if pipeline_stages or settings.auto_stages is not None:
         decisions, device = list[str](), plain(whole.device_type)

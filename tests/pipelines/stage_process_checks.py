@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mixtures import TwoLayers
 from processes import computed_once, slow
 from staged import Net, batches, placement, staged_graph, stages_of, tensors_of
 from storages import Storages
@@ -312,6 +313,24 @@ def check_a_condition_that_fails_on_one_stage_stops_all_before_they_write() -> N
         else:
             raise AssertionError("the call went on")
         assert all(map(torch.equal, train(graph, where), train(other, where)))
+
+
+def check_all_stages_make_a_step_without_room_for_rows_again() -> None:
+    torch.manual_seed(0)
+    model, marks = TwoLayers(shared=False), {"model.stem": 0, "model.first": 0, "model.second": 1, "model.head": 1}
+    found, where = [], real()
+    virtual = gz.placement("cpu", where.ranks, names=where.names, virtual=True)
+    x = torch.randn(16, 24)
+    for on in (virtual, where):
+        graph = graph_on(on, model, marks, loss_fn=lambda model, x: model(x), stage=3, micro_batches=2)
+        for _ in range(2):
+            graph.config.set_split_experts("exchange", capacity=0.3)
+            found.append(graph(x if on is virtual else share(x, where)))
+            assert graph.config.expert_capacity > 0.3
+        assert any("exchange" in line for line in graph.plan.decisions)
+        found += tensors_of(graph.full_state_dict())
+    half = len(found) // 2
+    assert half > 4 and all(map(torch.equal, found[:half], found[half:]))
 
 
 def small_loss(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,14 +13,14 @@ from torch import fx
 from graphzero.errors import ConfigError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ops import CHECK, GROUPED_MM, ROOM_FOR_ROWS
+from graphzero.ops import GROUPED_MM
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.experts.exchange_writer import ExchangeWriter
 from graphzero.passes.experts.expert_ways import AUTO_WAY, CAPACITY, SUMS, WAYS, ExpertChoice, ExpertWays
 from graphzero.passes.experts.region_writer import RegionWriter
+from graphzero.passes.experts.room_check import check_room
 from graphzero.passes.experts.routing_ops import SORTS
 from graphzero.passes.experts.sorted_rows import SortedRows
-from graphzero.passes.place.expand import DefinitionWriter
 from graphzero.passes.place.forward_sweep import AxisPropagation, swept
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.types import S
@@ -135,7 +135,7 @@ class SplitRouting(BuiltinPass):
             if len(axes) == len(data_axes):
                 local.update(rows.ops)
         if excesses:
-            _check_room(graph, excesses)
+            check_room(graph, excesses)
         if self.split_experts == "exchange" and all(choice.way != "exchange" for choice in choices):
             _warn_of_none(graph)
         return choices
@@ -167,15 +167,6 @@ def _warn_of_none(graph: StepGraph) -> None:
             '{"*.experts.*": gz.sbp.S(0)}), and between the products no op may read other rows',
             stacklevel=2,
         )
-
-
-def _check_room(graph: StepGraph, excesses: Sequence[fx.Node]) -> None:
-    """Let the step stop where some rank has more rows for another one than there is room."""
-    w, total = DefinitionWriter(graph, excesses[-1].next), excesses[0]
-    for excess in excesses[1:]:
-        total = w(aten.add.Tensor, total, excess)
-    check = w(CHECK, w(aten.le.Scalar, total, 0), ROOM_FOR_ROWS)
-    graph.set_output(graph.outputs, {**graph.aux, "check.room_for_rows": check}, graph.updates)
 
 
 def _splits_rows(axis: AxisPropagation, sort: fx.Node) -> bool:
