@@ -38,7 +38,7 @@ import graphzero as gz
 from graphzero.ir.graph import StepGraph
 from graphzero.passes import JoinUpdates, Options, Pipeline, StackUpdates, default_passes, pass_list
 from graphzero.passes.place.forward_sweep import swept
-from graphzero.plan.plan import memory_of
+from graphzero.plan.program_costs import memory_of
 from graphzero.plugins.stacked_updates.whole_chains import is_split, whole_chains
 from graphzero.sbp.types import B
 from graphzero.testing import fake_world, measure_step

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import graphzero as gz
 from graphzero.passes import KeepGathered, Options, Pipeline, default_passes
 from graphzero.plan import plan_of
-from graphzero.plan.memory_candidate import knapsack
+from graphzero.plan.memory.memory_candidate import knapsack
 from graphzero.runtime.world import device_memory
 from graphzero.runtime.world.consensus import Ranks
 from graphzero.testing import fake_world

@@ -86,7 +86,7 @@ def shares(base: Device, program: StepGraph, times: Sequence[StepTimes]) -> Devi
         if (fractions := [reached[e.kind] for e in events if e.kind in reached and (e.flops > 0) == (bound == FLOPS)])
     }
     beside = sum(seconds for op, seconds in spent.items() if op not in ideal)
-    around, met = (median(_spent(one, what) for one in times) for what in ("overhead", "communication"))
+    around, met = (median(one.seconds_for(what) for one in times) for what in ("overhead", "communication"))
     late = max(met - at_peak.exposed, 0.0)
     said = f"measured by calibrate: {len(times)} steps of {program.name}, line by line"
     return replace(
@@ -109,16 +109,11 @@ def _by_op(times: Sequence[StepTimes]) -> dict[str, float]:
     """Seconds of one call by op, the median of the calls."""
     each = []
     for one in times:
-        seconds_by_op = {COPY: _spent(one, "copies")}
+        seconds_by_op = {COPY: one.seconds_for("copies")}
         for (_, op), seconds in one.ops.items():
             seconds_by_op[op] = seconds_by_op.get(op, 0.0) + seconds
         each.append(seconds_by_op)
     return {op: median(seconds_by_op[op] for seconds_by_op in each) for op in each[0]}
-
-
-def _spent(times: StepTimes, on: str) -> float:
-    """Seconds of a call that went for a kind of thing."""
-    return sum(took for (what, _), took in times.seconds.items() if what == on)
 
 
 def _product(dtype: torch.dtype, where: torch.device, repeat: int) -> float:

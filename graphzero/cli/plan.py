@@ -27,7 +27,7 @@ from graphzero.plan.device import Device, names
 from graphzero.plan.pipelines.pipeline_peak import largest_in_pipeline
 from graphzero.plan.pipelines.pipeline_seconds import pipeline_seconds
 from graphzero.plan.pipelines.pipeline_timeline import pipeline_timeline
-from graphzero.plan.plan import largest_at_peak, pieces_at_peak
+from graphzero.plan.program_costs import largest_at_peak, pieces_at_peak
 from graphzero.plan.timeline import timeline
 from graphzero.sbp.placement import Placement, placement
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from graphzero.errors import ConfigError
 from graphzero.passes import Options
-from graphzero.plan.memory_estimate import EstimatedMemory
+from graphzero.plan.memory.memory_estimate import EstimatedMemory
 from graphzero.plan.plan import mega
 from graphzero.plan.variants import Candidate
 

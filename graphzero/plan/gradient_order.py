@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from graphzero.ir.storage.liveness import liveness
 from graphzero.passes import DelayGradients, Options
-from graphzero.plan.plan import memory_of
+from graphzero.plan.program_costs import memory_of
 from graphzero.plan.variants import Candidate, Variants
 
 LEAST = 0.01  # of the peak, that another order has to save

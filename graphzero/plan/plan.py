@@ -1,36 +1,19 @@
-"""The cost of one step, computed from the final program before anything runs: bytes of memory, bytes sent.
+"""Plans: the cost of one step in numbers and in words.  All figures are of the fullest rank.
 
-The plan walks the program as the eager executor does and counts by the same tables (``ir.storage``, ``ir.layout``).
-All figures are of the fullest rank.
+``program_costs`` counts them on a final program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
-from torch import fx
-
-from graphzero.ir import ops, value
-from graphzero.ir.graph import StepGraph
-from graphzero.ir.memory_space import is_offload, is_reload
-from graphzero.ir.storage.arena import Arena
-from graphzero.ir.storage.liveness import Bytes, Liveness, StorageSpan, liveness
 from graphzero.ir.text.notebook_text import show_as_printed
-from graphzero.ir.transfer import Transfer
-from graphzero.ir.transfer_layout import shape_on
-from graphzero.ir.verifier.verify import examine
 from graphzero.plan.pipelines.pipeline_seconds import PipelineSeconds
-from graphzero.sbp.boxing import wire_bytes
 from graphzero.sbp.link_costs import Links
-from graphzero.sbp.types import B, replace_at
 
 RESIDENT = ("parameters", "compute_parameters", "optimizer_states", "buffers", "accumulators", "communication", "arena")
 CATEGORIES = (*RESIDENT, "gradients", "activations", "temporaries")
-SHARED = ("parameters", "compute_parameters", "optimizer_states", "accumulators", "gradients")
 
 
 class Collective(NamedTuple):
@@ -277,154 +260,3 @@ def format_seconds(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.2f} {unit}"
     return f"{seconds / 1e-6:.1f} us"
-
-
-def plan_of(graph: StepGraph, links: Links = ()) -> Plan:
-    """The plan of a lowered program for the first rank, which holds the largest pieces.
-
-    links: what communication costs on each placement axis, for seconds; () for none.
-    """
-    examine(graph)
-    parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param") if not is_average(node))
-    at = liveness(graph)
-    by_node = dict(zip(at.layouts, collectives_of(graph, links), strict=True))
-    entries = [by_node[node] for i in at.turns if (node := at.nodes[i]) in by_node]
-    return Plan(
-        name=graph.name,
-        placement=_place(graph),
-        parameters=parameters,
-        memory=memory_of(graph),
-        collectives=[entry for entry, _ in entries],
-        padding_bytes=sum(padding for _, padding in entries),
-        comm_volume=sum(entry.elements for entry, _ in entries) / max(parameters, 1),
-        links=links,
-        host_traffic=host_traffic_of(at),
-    )
-
-
-def host_traffic_of(at: Liveness) -> HostTraffic:
-    """Bytes that a step copies between host memory and the device."""
-    nodes = [at.nodes[i] for i in at.turns]
-    ups = (node for node in nodes if node.target is ops.to_device_launch or is_reload(node.target))
-    downs = (node for node in nodes if node.target is ops.to_host_launch or is_offload(node.target))
-    return HostTraffic(*(sum(at.nbytes_of(node) for node in copies) for copies in (ups, downs)))
-
-
-def is_average(param: fx.Node) -> bool:
-    """Whether only the update reads and changes a parameter: an average of others, which is not one of the model's."""
-    return bool(param.users) and all(value.phase_of(user) == "update" for user in param.users)
-
-
-def _place(graph: StepGraph) -> str:
-    axes = (f"{name}={size}" for name, size in zip(graph.placement.names, graph.placement.hierarchy, strict=True))
-    return ", ".join(axes)
-
-
-# ---- traffic
-
-
-Entry = tuple[Collective, float]  # with its padding in bytes
-
-
-def collectives_of(graph: StepGraph, links: Links) -> Iterator[Entry]:
-    """Each call, with its padding."""
-    at = liveness(graph)
-    for node, layout in at.layouts.items():
-        moves, results = layout.moves, layout.moves.results
-        kinds = [role.kind if (role := value.role_of(r)) is not None else "" for r in results]
-        whats = {"param": "parameters", "gradient": "gradients"}
-        what = whats.get(kinds[0], "other") if len(set(kinds)) == 1 else "other"
-        exact = [wire_bytes(moves.kind, _exact_elements(graph, m, moves), layout.ranks) for m in moves.members]
-        padding = layout.wire_bytes - sum(exact) * layout.itemsize
-        counted = sum(e for e, kind in zip(exact, kinds, strict=True) if kind in whats)
-        names = tuple(label_of(result) for result in results)
-        link = links[graph.placement.axis(moves.axis)] if links else None
-        seconds = link.seconds(moves.kind, layout.wire_bytes, layout.ranks) if link else None
-        yield (
-            Collective(moves.kind, moves.axis, layout.wire_bytes, value.phase_of(node), names, what, seconds, counted),
-            max(padding, 0.0),
-        )
-
-
-def _exact_elements(graph: StepGraph, node: fx.Node, moves: Transfer) -> float:
-    """Elements of the value, whole on this axis, as it stands on the other axes."""
-    index = graph.placement.axis(moves.axis)
-    nd = replace_at(value.nd_of(node), index, B)
-    return float(prod(shape_on(graph, value.tensor_type(node), nd)))
-
-
-def label_of(node: fx.Node) -> str:
-    """The path of a parameter, state or gradient; a value's own name otherwise."""
-    role = value.role_of(node)
-    return role.of if role is not None and role.of else node.name
-
-
-# ---- memory
-
-
-def memory_of(graph: StepGraph, arena: Arena | None = None) -> MemoryPlan:
-    """The memory of ``plan_of``.  arena: where the executor is told to put large temporaries."""
-    at = liveness(graph)
-    over = memory_over_time(graph, arena)
-    total = np.sum([*over.values()], axis=0)
-    worst = int(total.argmax())
-    at_peak = {name: int(nbytes[worst]) for name, nbytes in over.items()}
-    resident = dict.fromkeys(RESIDENT, 0) | at.resident() | {"arena": arena.nbytes if arena is not None else 0}
-    backward_end = at.phase_end.get("backward", -1)
-    grads = (span for span in at.spans() if span.category in ("gradients", "accumulators"))
-    gradients = sum(span.nbytes for span in grads if span.begin <= backward_end < span.end)
-    state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
-    where = f"'{at.nodes[worst].name}' in {value.phase_of(at.nodes[worst])}"
-    on_host = at.on_host()
-    stays = sum(span.nbytes for span in on_host if span.begin < 0)
-    host = stays + int(at.over_time(on_host).max())
-    return MemoryPlan(resident, at_peak, state, where, int(over["activations"].max()), host, stays)
-
-
-class AtPeak(NamedTuple):
-    """A value that is there at the worst moment of a call: its bytes on a rank, and the user's line that made it."""
-
-    name: str
-    category: str
-    nbytes: int
-    source: str
-
-
-def largest_at_peak(graph: StepGraph, most: int, arena: Arena | None = None) -> list[AtPeak]:
-    """The values that a call makes and that weigh most when it peaks, largest first."""
-    spans = [span for span in _at_peak(graph, arena) if span.begin >= 0]
-    spans.sort(key=lambda span: (-span.nbytes, span.begin))
-    return [
-        AtPeak(label_of(span.storage[0]), span.category, span.nbytes, value.source_of(span.storage[0]))
-        for span in spans[:most]
-    ]
-
-
-def pieces_at_peak(graph: StepGraph, axis: str, arena: Arena | None = None) -> int:
-    """Bytes, when a call peaks, of what ranks share along an axis whatever the batch: model states and gradients."""
-    axis_index, nbytes = graph.placement.axis(axis), 0
-    for span in _at_peak(graph, arena):
-        node = span.storage[0]
-        if span.category in SHARED and not value.is_multi(node) and value.nd_of(node)[axis_index].is_split:
-            nbytes += span.nbytes
-    return nbytes
-
-
-def _at_peak(graph: StepGraph, arena: Arena | None) -> list[StorageSpan]:
-    """The storages that exist when a call peaks."""
-    worst = int(np.sum([*memory_over_time(graph, arena).values()], axis=0).argmax())
-    return [span for span in liveness(graph).spans() if span.begin <= worst <= span.end]
-
-
-def memory_over_time(graph: StepGraph, arena: Arena | None = None) -> dict[str, Bytes]:
-    """Bytes by category while each node runs, in order; what they sum to is largest at the plan's peak.
-
-    Of the arena, what of it holds nothing.
-    """
-    at = liveness(graph)
-    spans, resident = at.spans(), at.resident()
-    over = {name: at.over_time(x for x in spans if x.category == name) + resident.get(name, 0) for name in CATEGORIES}
-    over["communication"] += at.transient
-    if arena is not None:
-        over["arena"] += arena.nbytes - at.over_time(x for x in spans if x.storage in arena.offsets)
-    return over

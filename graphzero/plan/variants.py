@@ -16,7 +16,8 @@ from graphzero.ir.pipeline_parts import PipelineProgram
 from graphzero.ir.storage.arena import Arena
 from graphzero.passes import Options, Pass, Pipeline, Record, default_passes
 from graphzero.passes.base import BuiltinPass
-from graphzero.plan.plan import Plan, memory_of, plan_of
+from graphzero.plan.plan import Plan
+from graphzero.plan.program_costs import memory_of, plan_of
 
 YOUNG = 1  # generations of the collector in which is what compiling has made since the last round
 

@@ -14,8 +14,8 @@ from graphzero.ir.storage.liveness import liveness
 from graphzero.passes import Pipeline, Recompute
 from graphzero.passes.memory.recompute import merge_gathers
 from graphzero.plan.budget import Limits
-from graphzero.plan.memory_estimate import MemoryEstimate
-from graphzero.plan.memory_search import MemorySearch
+from graphzero.plan.memory.memory_estimate import MemoryEstimate
+from graphzero.plan.memory.memory_search import MemorySearch
 
 plan = Captured()
 

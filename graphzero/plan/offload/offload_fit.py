@@ -16,8 +16,9 @@ from graphzero.ir.storage.liveness import Bytes, liveness
 from graphzero.passes import Options, Pipeline, default_passes
 from graphzero.passes.schedule.offload_activations import RoundTrip, round_trips_of
 from graphzero.plan.budget import Limits
-from graphzero.plan.memory_fit import TriedProgram, activations_error, best_choice, corrected, follow
-from graphzero.plan.plan import format_seconds, host_traffic_of, mega, memory_of
+from graphzero.plan.memory.memory_fit import TriedProgram, activations_error, best_choice, corrected, follow
+from graphzero.plan.plan import format_seconds, mega
+from graphzero.plan.program_costs import host_traffic_of, memory_of
 from graphzero.plan.seconds import plain, seconds_of
 from graphzero.plan.timeline import timeline
 from graphzero.plan.variants import Candidate, Variants, run_unverified

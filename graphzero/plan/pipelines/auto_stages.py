@@ -25,7 +25,8 @@ from graphzero.plan.device import Device
 from graphzero.plan.pipelines.pipeline import CUT_BEFORE
 from graphzero.plan.pipelines.stage_cuts import choose_cuts
 from graphzero.plan.pipelines.stage_units import StageUnits
-from graphzero.plan.plan import SHARED, format_seconds
+from graphzero.plan.plan import format_seconds
+from graphzero.plan.program_costs import SHARED
 from graphzero.plan.seconds import seconds_of
 
 AUTO_STAGES = 'set_stage("auto")'

@@ -17,7 +17,8 @@ from graphzero.passes.stages.stage_marks import StageMarks
 from graphzero.plan.device import Device
 from graphzero.plan.pipelines.pipeline_memory import PipelineMemory
 from graphzero.plan.pipelines.pipeline_seconds import pipeline_seconds
-from graphzero.plan.plan import HostTraffic, MemoryPlan, PipelineEdge, PipelinePlan, Plan, is_average, plan_of
+from graphzero.plan.plan import HostTraffic, MemoryPlan, PipelineEdge, PipelinePlan, Plan
+from graphzero.plan.program_costs import is_average, plan_of
 from graphzero.plan.variants import YOUNG, Candidate, Variants, run_unverified
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.placement import Placement

@@ -25,9 +25,9 @@ from graphzero.passes.memory.recompute import merge_gathers
 from graphzero.passes.stages.micro_batch_program import micro_batch_program
 from graphzero.plan.attention_fit import describe_ways, fitting_way
 from graphzero.plan.budget import ANY, Budget, Limits
-from graphzero.plan.memory_candidate import MemoryCandidate, hold_most
-from graphzero.plan.memory_estimate import MemoryEstimate, Ops
-from graphzero.plan.memory_fit import (
+from graphzero.plan.memory.memory_candidate import MemoryCandidate, hold_most
+from graphzero.plan.memory.memory_estimate import MemoryEstimate, Ops
+from graphzero.plan.memory.memory_fit import (
     NEAR,
     SMALL,
     Choices,
@@ -37,7 +37,7 @@ from graphzero.plan.memory_fit import (
     follow_all,
     recompute_choices,
 )
-from graphzero.plan.memory_search import MemorySearch
+from graphzero.plan.memory.memory_search import MemorySearch
 from graphzero.plan.pipelines.pipeline import PipelinePrograms
 from graphzero.plan.pipelines.traffic_candidates import ACCUMULATORS, traffic_candidates
 from graphzero.plan.plan import MemoryPlan, format_seconds, mega

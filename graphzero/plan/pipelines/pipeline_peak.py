@@ -8,7 +8,8 @@ from graphzero.ir import value
 from graphzero.ir.pipeline_parts import PipelineProgram
 from graphzero.ir.storage.liveness import Bytes, liveness
 from graphzero.plan.pipelines.pipeline_memory import PipelineMemory
-from graphzero.plan.plan import AtPeak, PipelinePlan, label_of
+from graphzero.plan.plan import PipelinePlan
+from graphzero.plan.program_costs import AtPeak, label_of
 
 IN_FLIGHT = "what other parts have handed over"
 ACTIVATIONS = "activations"

@@ -17,7 +17,7 @@ from torch import fx
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.passes.stages.stage_marks import StageMarks
-from graphzero.plan.plan import is_average
+from graphzero.plan.program_costs import is_average
 from graphzero.plan.seconds import READS_PLACES
 
 Unit = tuple[str, ...]  # paths of modules that are on one stage

@@ -15,9 +15,9 @@ from graphzero.ir.pipeline_parts import BODY, PipelineProgram
 from graphzero.ir.pipeline_stages import stages_of
 from graphzero.ir.transfer_layout import nbytes_on
 from graphzero.passes import Options
-from graphzero.plan.gather_candidates import BANDWIDTH, param_bytes
-from graphzero.plan.memory_candidate import MemoryCandidate
-from graphzero.plan.plan import collectives_of
+from graphzero.plan.memory.gather_candidates import BANDWIDTH, param_bytes
+from graphzero.plan.memory.memory_candidate import MemoryCandidate
+from graphzero.plan.program_costs import collectives_of
 from graphzero.sbp.types import B
 
 ACCUMULATORS = ""  # the name of the candidate that stands for a member's accumulators: that they are whole

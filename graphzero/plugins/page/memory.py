@@ -9,7 +9,8 @@ import numpy as np
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.arena import Arena
 from graphzero.ir.storage.liveness import Bytes, liveness
-from graphzero.plan.plan import CATEGORIES, memory_over_time
+from graphzero.plan.plan import CATEGORIES
+from graphzero.plan.program_costs import memory_over_time
 
 
 def memory_data(graph: StepGraph, arena: Arena | None) -> dict[str, Any]:

@@ -20,12 +20,13 @@ from graphzero.passes.memory.keep_gathered import gathered_again
 from graphzero.passes.memory.recompute import merge_gathers
 from graphzero.passes.schedule.offload_activations import round_trips_of
 from graphzero.plan.budget import Limits
-from graphzero.plan.gather_candidates import Pairs, gather_candidates, param_bytes
 from graphzero.plan.gradient_order import in_best_order
-from graphzero.plan.memory_candidate import held_bytes, hold_most
-from graphzero.plan.memory_estimate import MemoryEstimate, Ops
-from graphzero.plan.memory_search import MemorySearch
-from graphzero.plan.plan import mega, memory_of
+from graphzero.plan.memory.gather_candidates import Pairs, gather_candidates, param_bytes
+from graphzero.plan.memory.memory_candidate import held_bytes, hold_most
+from graphzero.plan.memory.memory_estimate import MemoryEstimate, Ops
+from graphzero.plan.memory.memory_search import MemorySearch
+from graphzero.plan.plan import mega
+from graphzero.plan.program_costs import memory_of
 from graphzero.plan.variants import Candidate, Variants
 
 TRIES = 6  # programs that are made to find what fits

@@ -25,7 +25,7 @@ from graphzero.ir.storage.liveness import Bytes, Liveness, bytes_held, liveness
 from graphzero.ir.storage.storage_spans import Positions, StorageSpans, int_array
 from graphzero.passes.memory.recompute import ForwardOps
 from graphzero.passes.schedule.offload_activations import RoundTrip
-from graphzero.plan.offload.host_link import HostLink
+from graphzero.plan.host_link import HostLink
 from graphzero.plan.seconds import plain, seconds_of
 
 Ops = frozenset[int]  # positions of ops of forward that run again, and numbers in ``waits`` of what goes to the host

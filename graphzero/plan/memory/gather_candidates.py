@@ -14,7 +14,7 @@ from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import Liveness, StorageSpan, liveness
 from graphzero.ir.storage.roots import Storage
-from graphzero.plan.memory_candidate import MemoryCandidate
+from graphzero.plan.memory.memory_candidate import MemoryCandidate
 from graphzero.plan.plan import Plan
 
 BANDWIDTH = 2.0**31  # bytes a second, where links are not known: a power of two, so that sums of bytes stay exact

@@ -11,15 +11,17 @@ again, or go, to stay within the limits is held after all, the dearest first.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
 from graphzero.ir.storage.liveness import bytes_held
 from graphzero.plan.budget import Limits
-from graphzero.plan.memory_candidate import MemoryCandidate
-from graphzero.plan.memory_estimate import EstimatedMemory, MemoryEstimate, Ops
+from graphzero.plan.memory.memory_candidate import MemoryCandidate
+from graphzero.plan.memory.memory_estimate import EstimatedMemory, MemoryEstimate, Ops
 
 STEPS = 400  # estimates on the way down from one start
 SPARED = 200  # values that are tried whether they may stay after all
@@ -196,13 +198,7 @@ class MemorySearch:
 
 def _best_that_free(candidates: list[MemoryCandidate], nbytes: int) -> list[MemoryCandidate]:
     """As many of the best as free so much."""
-    taken = list[MemoryCandidate]()
-    for candidate in candidates:
-        taken.append(candidate)
-        nbytes -= candidate.freed
-        if nbytes <= 0:
-            break
-    return taken
+    return candidates[: 1 + bisect_left([*accumulate(candidate.freed for candidate in candidates)], nbytes)]
 
 
 def _cuts(places: np.ndarray, crossing: np.ndarray, weight: np.ndarray, each: float) -> list[int]:
