@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,19 +80,23 @@ class Draws:
             aten.bernoulli.p: lambda x, p=0.5, generator=None: (self.uniform(x) < p).to(x.dtype),
             aten.bernoulli_.float: lambda x, p=0.5, generator=None: x.copy_((self.uniform(x) < p).to(x.dtype)),
             aten.bernoulli_.Tensor: lambda x, p, generator=None: x.copy_((self.uniform(x) < p).to(x.dtype)),
-            aten.uniform_.default: self._uniform_,
-            aten.normal_.default: self._normal_,
+            aten.uniform_.default: lambda x, low=0.0, high=1.0, generator=None: x.copy_(
+                self.uniform(x) * (high - low) + low
+            ),
+            aten.normal_.default: lambda x, mean=0.0, std=1.0, generator=None: x.copy_(self.normal(x) * std + mean),
             aten.normal.Tensor_float: self._normal,
             aten.normal.float_Tensor: self._normal,
             aten.normal.Tensor_Tensor: self._normal,
-            aten.normal.float_float: lambda mean, std, size, **kw: self._randn(size, **kw) * std + mean,
+            aten.normal.float_float: lambda mean, std, size, **kw: _drawn(self.normal, size, **kw) * std + mean,
             aten.randperm.default: self._randperm,
-            aten.exponential_.default: self._exponential_,
+            aten.exponential_.default: lambda x, rate=1.0, generator=None: x.copy_(
+                torch.log(self.uniform(x) + _LEAST) * (-1.0 / rate)
+            ),
             getattr(aten.random_, "from"): self._random_from_,
             aten.rrelu_with_noise.default: self._rrelu,
             aten.rrelu_with_noise_.default: lambda x, *rest: x.copy_(self._rrelu(x, *rest)),
-            aten.rand.default: self._rand,
-            aten.randn.default: self._randn,
+            aten.rand.default: partial(_drawn, self.uniform),
+            aten.randn.default: partial(_drawn, self.normal),
             aten.rand_like.default: lambda x, **kw: self.uniform(x).to(kw.get("dtype") or x.dtype),
             aten.randn_like.default: lambda x, **kw: self.normal(x).to(kw.get("dtype") or x.dtype),
             aten.randint.default: lambda high, size, **kw: self._randint(0, high, size, **kw),
@@ -116,12 +121,6 @@ class Draws:
         mask = self.uniform(x) >= p
         return x * mask * (1.0 / (1.0 - p)), mask
 
-    def _uniform_(self, x: Tensor, low: float = 0.0, high: float = 1.0, generator: Any = None) -> Tensor:
-        return x.copy_(self.uniform(x) * (high - low) + low)
-
-    def _normal_(self, x: Tensor, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Tensor:
-        return x.copy_(self.normal(x) * std + mean)
-
     def _normal(self, mean: Any, std: Any = 1.0, generator: Any = None) -> Tensor:
         like: Tensor = next(x for x in (mean, std) if isinstance(x, Tensor))
         noise: Tensor = self.normal(like.new_zeros((mean + std).shape)).to(like.dtype)
@@ -133,9 +132,6 @@ class Draws:
         like = torch.zeros([n], dtype=torch.float32)
         keys = self.uniform(like).double() + self.uniform(like).double() * 2.0**-24
         return torch.sort(keys, stable=True)[1].to(dtype or torch.int64)
-
-    def _exponential_(self, x: Tensor, rate: float = 1.0, generator: Any = None) -> Tensor:
-        return x.copy_(torch.log(self.uniform(x) + _LEAST) * (-1.0 / rate))
 
     def _random_from_(self, x: Tensor, low: int, high: int | None, generator: Any = None) -> Any:
         return NotImplemented if high is None else x.copy_(self._integers(x, low, high).to(x.dtype))
@@ -149,14 +145,6 @@ class Draws:
         noise.copy_(torch.where(x <= 0, slope, torch.ones_like(slope)))
         return x * noise
 
-    def _rand(self, size: list[int], dtype: Any = None, **_: Any) -> Tensor:
-        dtype = dtype or torch.get_default_dtype()
-        return self.uniform(torch.zeros(size, dtype=torch.float32)).to(dtype)
-
-    def _randn(self, size: list[int], dtype: Any = None, **_: Any) -> Tensor:
-        dtype = dtype or torch.get_default_dtype()
-        return self.normal(torch.zeros(size, dtype=torch.float32)).to(dtype)
-
     def _randint(self, low: int, high: int, size: list[int], dtype: Any = None, **_: Any) -> Tensor:
         return self._integers(torch.zeros(size, dtype=torch.float32), low, high).to(dtype or torch.int64)
 
@@ -169,6 +157,10 @@ class Draws:
             "draw with torch.rand, randn, normal, randint, randperm, bernoulli or dropout, or draw outside of build "
             "and pass it in",
         )
+
+
+def _drawn(draw: Callable[[Tensor], Tensor], size: list[int], dtype: Any = None, **_: Any) -> Tensor:
+    return draw(torch.zeros(size, dtype=torch.float32)).to(dtype or torch.get_default_dtype())
 
 
 _REFUSED = """

@@ -266,7 +266,8 @@ class BuildTrace:
             return written
         if "data is not allocated yet" in str(error):  # torch.tensor([a, b]) of tensors, x[(a, b)]
             return read_problem("a tensor made from the values of others", where[::-1][:3])
-        if line or (isinstance(error, AttributeError) and isinstance(error.obj, (nn.Module, *self._owner()))):
+        owners = nn.Module, type(getattr(self.step.build, "__self__", self.root))  # the user's Graph
+        if line or (isinstance(error, AttributeError) and isinstance(error.obj, owners)):
             return None
         if isinstance(error, GraphZeroError):  # by a function of ours that build calls
             shown = "".join(f"\n  at {place}" for place in where[::-1][:1])
@@ -307,10 +308,6 @@ class BuildTrace:
         except Exception as error:  # noqa: BLE001 - whatever it is
             return first_line(error)
         return ""
-
-    def _owner(self) -> tuple[type, ...]:
-        """The user's Graph, if build is a method of one."""
-        return (type(self.step.build.__self__),) if hasattr(self.step.build, "__self__") else ()
 
     def _traced(self, module: fx.GraphModule) -> TracedBuild:
         self.gradients.settle_phases(module.graph)

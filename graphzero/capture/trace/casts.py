@@ -6,7 +6,7 @@ come back to them through the casts.  Which ops compute in which dtype is then f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from types import GetSetDescriptorType
 from typing import Any, TypeVar
 
@@ -60,8 +60,7 @@ class ParameterCasts:
         if not self._reads(func, args, kwargs):
             return run(*args, **kwargs)
         first = 1 if _writes(func) else 0
-        narrow = (*args[:first], *self._all(args[first:], self._cast)), dict(self._named(kwargs, self._cast))
-        wide = (*args[:first], *self._all(args[first:], self._wide)), dict(self._named(kwargs, self._wide))
+        narrow, wide = (self._with_parameters(args, kwargs, first, how) for how in (self._cast, self._wide))
         if _refuses(func, *narrow, self.dtype):
             return run(*wide[0], **wide[1])
         try:
@@ -72,6 +71,13 @@ class ParameterCasts:
             if isinstance(error, CaptureError):
                 withdraw_problem(error)
             return run(*wide[0], **wide[1])
+
+    def _with_parameters(
+        self, args: Any, kwargs: dict[str, Any], first: int, how: Callable[[Tensor], Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with ``how`` of each master in its place, from number ``first`` on."""
+        named = zip(kwargs, replace_known_tensors(kwargs.values(), self.masters, how), strict=True)
+        return (*args[:first], *replace_known_tensors(args[first:], self.masters, how)), dict(named)
 
     def _reads(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         if not self.masters or func in _ABOUT or hasattr(func, _APART) or (_is_attribute(func) and func not in _READ):
@@ -90,18 +96,19 @@ class ParameterCasts:
     def _wide(self, x: Tensor) -> Tensor:
         return self._cast(x).to(x.dtype)
 
-    def _all(self, args: Iterable[Any], how: Callable[[Tensor], Tensor]) -> list[Any]:
-        return [self._one(arg, how) for arg in args]
 
-    def _named(self, kwargs: dict[str, Any], how: Callable[[Tensor], Tensor]) -> Iterable[tuple[str, Any]]:
-        return ((name, self._one(arg, how)) for name, arg in kwargs.items())
-
-    def _one(self, arg: Any, how: Callable[[Tensor], Tensor]) -> Any:
-        if isinstance(arg, Tensor):
-            return how(arg) if id(arg) in self.masters else arg
-        if type(arg) in (list, tuple) and any(id(x) in self.masters for x in arg):
-            return type(arg)(self._one(x, how) for x in arg)
-        return arg
+def replace_known_tensors(
+    args: Iterable[Any], known: Container[int], how: Callable[[Tensor], Tensor]
+) -> tuple[Any, ...]:
+    """Arguments, lists of tensors among them, with ``how`` of each tensor whose id is known in its place."""
+    return tuple(
+        (how(arg) if id(arg) in known else arg)
+        if isinstance(arg, Tensor)
+        else type(arg)(replace_known_tensors(arg, known, how))
+        if type(arg) in (list, tuple) and any(id(x) in known for x in arg)
+        else arg
+        for arg in args
+    )
 
 
 def is_master(x: Tensor) -> bool:

@@ -30,7 +30,7 @@ from graphzero.capture.host_values.value_reads import FACTORIES, ValueReads
 from graphzero.capture.problems import problem_here, withdraw_problem
 from graphzero.capture.trace.attention import attention
 from graphzero.capture.trace.captured_constants import CapturedConstants
-from graphzero.capture.trace.casts import ParameterCasts
+from graphzero.capture.trace.casts import ParameterCasts, replace_known_tensors
 from graphzero.capture.trace.refusals import VARLEN_ATTENTION
 from graphzero.errors import CaptureError
 from graphzero.ir.aliases import UNMARKED, is_view
@@ -133,15 +133,7 @@ class UserCodeMode(TorchFunctionMode):
 
     def _stood_in(self, args: Iterable[Any]) -> tuple[Any, ...]:
         """Arguments, lists of tensors among them, with the fakes in the place of real parameters and buffers."""
-        known = self.stand_ins
-        return tuple(
-            known.get(id(arg), arg)
-            if isinstance(arg, Tensor)
-            else type(arg)(known.get(id(x), x) for x in arg)
-            if type(arg) in (list, tuple) and any(id(x) in known for x in arg)
-            else arg
-            for arg in args
-        )
+        return replace_known_tensors(args, self.stand_ins, lambda x: self.stand_ins[id(x)])
 
     def _stay(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The arguments of a call that stays where the graph is: the placement's device is the fakes' CPU."""
