@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from graphzero.errors import CapacityError, CheckError, ConfigError
 from graphzero.passes.experts import row_exchange
 from graphzero.passes.experts.split_routing import SplitRouting
 from graphzero.sbp import B, S
-from graphzero.testing import assert_same_step
+from graphzero.testing import assert_same_step, strict_transfers
 
 pytestmark = pytest.mark.filterwarnings("ignore:no axis of")
 
@@ -181,6 +182,30 @@ def test_masters_a_memory_budget_and_offload_go_with_it() -> None:
           configure=exchanging(2.0, lambda g: g.config.set_memory_budget(50_000)))  # fmt: skip
     train(model_of(), virtual(dp=2), S(0), stage=2, micro_batches=2,
           configure=exchanging(1.0, lambda g: g.config.enable_offload(activations=4_000)))  # fmt: skip
+
+
+@pytest.mark.slow
+def test_rows_of_experts_wait_on_the_host_with_the_same_bits(tmp_path: Path) -> None:
+    """Also in a step that runs again, and where an exchange of rows takes as long as it may."""
+    results = []
+    for activations in (None, 3200):
+        model, place = model_of(), virtual(dp=2)
+        gz.to_global(model, place, {"*.up": S(0), "*.down": S(0)})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        graph = TrainGraph(model, loss_of, optimizer, placement=place, stage=3, micro_batches=3, clip=0.05)
+        graph.config.bucket_bytes = 200
+        if activations is not None:
+            graph.config.enable_offload(activations=activations, path=tmp_path)
+        losses = []
+        for step in range(2):
+            exchanging(1.0)(graph)
+            with strict_transfers():
+                losses.append(graph(batch(step)))
+            assert graph.config.expert_capacity > 1 and is_exchanged(graph)
+        results.append([*losses, *graph.full_state_dict()["modules"]["model"].values()])
+    waiting = str(lines(graph.program, "to_host_launch("))
+    assert all(map(torch.equal, *results)) and all(name in waiting for name in ("grouped_mm", "argsort", "index_put"))
+    assert gz.testing.measure_step(graph, batch(2)).peak == graph.plan.memory.peak
 
 
 # ---- what each rank's experts may do with rows
@@ -344,7 +369,7 @@ def test_all_stages_make_a_step_without_room_again_and_what_build_checks_waits(
             graph.config.set_stage(part, i * count // len(parts))
         graph.config.set_pipeline(schedule)
     other = torch.optim.AdamW(twin.parameters(), lr=0.01)
-    for step, room in enumerate((0.5, 1.0, 0.5)):  # of which the second is enough for the first mixture
+    for step, room in enumerate((0.5, 1.0)):  # of which the second is enough for the first mixture
         exchanging(room)(graph)
         h = twin.stem(batch(step))
         wanted = (h + twin.first(h)).detach()
