@@ -329,8 +329,9 @@ def gpt2(tied: bool = False) -> nn.Module:
 
 def t5(tied: bool = False) -> nn.Module:
     transformers = pytest.importorskip("transformers")
+    layers = 1 if tied else 2
     config = transformers.T5Config(
-        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=2,
+        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=layers, num_decoder_layers=layers, num_heads=2,
         decoder_start_token_id=0,
     )  # fmt: skip
     model = transformers.T5ForConditionalGeneration(config)
@@ -377,10 +378,11 @@ CUTS = {
 
 @pytest.mark.parametrize("make", CUTS)
 def test_models_of_transformers_compute_what_they_compute_without_stages(make: Callable[[], nn.Module]) -> None:
-    """To the bit; T5 has skips, from the encoder and the first block's bias of positions to all blocks."""
+    """To the bit; T5 has skips, from the encoder and the first block's bias of positions to all blocks, and Llama has
+    tables of positions that all blocks read: both go past stages where there are four."""
     model = make()
     expected, _ = trained(model, 0)
-    for pp in (2, 4):
+    for pp in (2,) if make is gpt2 else (2, 4):
         results, graph = trained(model, pp)
         assert all(map(torch.equal, results, expected))
         stages = stages_in(decision(graph, tokens()[0]))
