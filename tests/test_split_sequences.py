@@ -335,8 +335,7 @@ def layer_graph(ranks: int, heads: tuple[int, int], way: str, length: int = 64, 
     return graph.compile(torch.empty(1, length, WIDTH, device="meta"))
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("keys", [1, 2, 8])
+@pytest.mark.parametrize(("ranks", "keys"), [(2, 2), (2, 8), (4, 1), (8, 8)])
 def test_bytes_are_those_of_the_closed_forms(ranks: int, keys: int) -> None:
     of_queries, of_keys, share = 64 * 8 * DIM * 4, 64 * keys * DIM * 4, (ranks - 1) / ranks
     sent = transfers(layer_graph(ranks, (8, keys), "gather"))
