@@ -14,6 +14,7 @@ from stage_process_checks import (
     ADAM,
     assert_same,
     graph_on,
+    layer_on_each,
     model_of,
     real,
     share,
@@ -47,16 +48,14 @@ def process_groups() -> Iterator[None]:
 def check_process_groups_give_the_numbers_of_virtual_ranks() -> None:
     with process_groups():
         for schedule, stages, zero in [("1f1b", 2, 3), ("zbv", 4, 2)]:
-            assert_same(
-                real(), model_of(), stages_of(4, stages), schedule=schedule, stage=zero, micro_batches=4, **ADAM
-            )
+            assert_same(real(), *layer_on_each(stages), schedule=schedule, stage=zero, micro_batches=4, **ADAM)
 
 
 def check_process_groups_of_several_placements_of_the_same_ranks() -> None:
     with process_groups():
         for shape, names in (((2, 2), ("pp", "dp")), ((2, 2), ("dp", "pp")), ((4,), ("pp",))):
             stages = 4 if names == ("pp",) else 2
-            assert_same(real(shape, names), model_of(tied=True), stages_of(4, stages), micro_batches=2, **ADAM)
+            assert_same(real(shape, names), *layer_on_each(stages, tied=True), micro_batches=2, **ADAM)
 
 
 @slow
@@ -64,10 +63,9 @@ def check_process_groups_in_all_schedules() -> None:
     with process_groups():
         for number, schedule in enumerate(GENERATORS):
             stages = 2 if schedule in ("gpipe", "1f1b", "zb1p") else 4
-            assert_same(
-                real(), model_of(tied=number % 2 == 0), stages_of(4, stages), schedule=schedule, stage=number % 4,
-                micro_batches=1 if number == 3 else 4, **ADAM,
-            )  # fmt: skip
+            model, marks = layer_on_each(stages, tied=number % 2 == 0)
+            count = 1 if number == 3 else 4
+            assert_same(real(), model, marks, schedule=schedule, stage=number % 4, micro_batches=count, **ADAM)
 
 
 class Skipping(nn.Module):
@@ -117,7 +115,7 @@ def check_process_groups_on_rows_of_a_user_with_values_that_skip_stages() -> Non
 
 @slow
 def check_process_groups_evaluate_save_and_load() -> None:
-    where, model = real(), model_of()
+    where, model = real(), model_of(layers=4)
     x, y = batches(1)[0]
     with process_groups():
         step = staged_graph(model, stages_of(4, 2), where, stage=3, micro_batches=4, **ADAM)
@@ -127,13 +125,15 @@ def check_process_groups_evaluate_save_and_load() -> None:
             model, stages_of(4, 2), where, rows, optimizer=lambda params: None, micro_batches=2
         )  # fmt: skip
         _, scores = evaluation(share(x, where), share(y, where))
-        copy_of = model_of(9)
+        copy_of = model_of(9, layers=4)
         copy_of.load_state_dict(step.full_state_dict()["modules"]["model"])
         assert torch.allclose(whole(scores, where), copy_of(x), atol=1e-6)
         folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(folder)
         gz.save(step, folder[0])
-        other = graph_on(where, model_of(5), stages_of(4, 4), schedule="zbv", stage=1, micro_batches=4, **ADAM)
+        other = graph_on(
+            where, model_of(5, layers=4), stages_of(4, 4), schedule="zbv", stage=1, micro_batches=4, **ADAM
+        )
         gz.load(other, folder[0])
         assert all(map(torch.equal, tensors_of(other.full_state_dict()), tensors_of(step.full_state_dict())))
         assert isinstance(step._source.world._stage_transport, ProcessGroupTransport)
@@ -154,8 +154,8 @@ def check_ranks_that_only_receive_scalars_are_marked_when_that_fails() -> None:
     where = real()
     model = model_of()
     for name, p in model.named_parameters():
-        p.requires_grad_(stages_of(4, 2)[stage_path(name)] == 1)  # stage 0 writes nothing
-    step = staged_graph(model, stages_of(4, 2), where, micro_batches=2)
+        p.requires_grad_(stages_of(2, 2)[stage_path(name)] == 1)  # stage 0 writes nothing
+    step = staged_graph(model, stages_of(2, 2), where, micro_batches=2)
     batch = [share(x, where) for x in batches(1)[0]]
     step(*batch)
     saved, state, world = step.full_state_dict(), step._source.state(), step._source.world

@@ -72,9 +72,14 @@ def assert_same(where: gz.Placement, model: nn.Module, marks: dict[str, int], **
         assert torch.equal(mine, other), options
 
 
-def model_of(seed: int = 0, **options: Any) -> Net:
+def model_of(seed: int = 0, layers: int = 2, **options: Any) -> Net:
     torch.manual_seed(seed)
-    return Net(**options)
+    return Net(layers, **options)
+
+
+def layer_on_each(stages: int, **options: Any) -> tuple[Net, dict[str, int]]:
+    """A model with a layer for each stage, and the stages of its modules."""
+    return model_of(layers=stages, **options), stages_of(stages, stages)
 
 
 ADAM = {"clip": 0.1}
@@ -82,13 +87,11 @@ ADAM = {"clip": 0.1}
 
 def check_schedules_at_stages_of_zero() -> None:
     for schedule, stages, zero in [("1f1b", 2, 3), ("zb1p", 2, 1), ("zbv", 4, 2)]:
-        assert_same(
-            real(), model_of(), stages_of(4, stages), schedule=schedule, stage=zero, micro_batches=4, **ADAM
-        )  # fmt: skip
+        assert_same(real(), *layer_on_each(stages), schedule=schedule, stage=zero, micro_batches=4, **ADAM)
 
 
 def check_chosen_stages() -> None:
-    assert_same(real(), model_of(), {"auto": 4}, schedule="zbv", stage=3, micro_batches=4, **ADAM)
+    assert_same(real(), model_of(layers=4), {"auto": 4}, schedule="zbv", stage=3, micro_batches=4, **ADAM)
     graph = graph_on(real(), model_of(), {"auto": 2}, micro_batches=4)
     graph.compile(*(share(x, real()) for x in batches(1)[0]))
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -103,16 +106,15 @@ def check_all_schedules_at_stages_of_zero() -> None:
         zero = (number + 2) % 4
         if schedule == "1f1b":
             continue  # ``check_schedules_at_stages_of_zero`` has it
-        assert_same(
-            real(), model_of(), stages_of(4, 2 if schedule in ("gpipe", "1f1b", "zb1p") else 4), schedule=schedule,
-            stage=zero, micro_batches=1 if zero == 1 else 4, **ADAM,
-        )  # fmt: skip
+        stages = 2 if schedule in ("gpipe", "1f1b", "zb1p") else 4
+        count = 1 if zero == 1 else 4
+        assert_same(real(), *layer_on_each(stages), schedule=schedule, stage=zero, micro_batches=count, **ADAM)
 
 
 @slow
 def check_other_places_of_the_axis() -> None:
-    assert_same(real((2, 2), ("dp", "pp")), model_of(), stages_of(4, 2), stage=3, micro_batches=2, **ADAM)
-    assert_same(real((4,), ("pp",)), model_of(), stages_of(4, 4), micro_batches=4, **ADAM)
+    assert_same(real((2, 2), ("dp", "pp")), model_of(), stages_of(2, 2), stage=3, micro_batches=2, **ADAM)
+    assert_same(real((4,), ("pp",)), model_of(layers=4), stages_of(4, 4), micro_batches=4, **ADAM)
 
 
 def split_layers(graph: Any, model: nn.Module) -> Any:
@@ -129,7 +131,7 @@ def check_tensor_splits() -> None:
 
     def graph(on: gz.Placement) -> Any:
         model = model_of(dist.get_rank() if on is where else 0)  # the first rank's values count
-        return split_layers(staged_graph(model, stages_of(4, 2), on, micro_batches=4, **ADAM), model)
+        return split_layers(staged_graph(model, stages_of(2, 2), on, micro_batches=4, **ADAM), model)
 
     (wanted,) = computed_once([lambda: train(graph(virtual), virtual)])
     found = train(graph(where), where)
@@ -138,7 +140,7 @@ def check_tensor_splits() -> None:
 
 @slow
 def check_kinds_of_models_and_settings() -> None:
-    marks, where = stages_of(4, 2), real()
+    marks, where = stages_of(2, 2), real()
     assert_same(where, model_of(dropout=0.3), marks, schedule="zb1p", stage=3, micro_batches=4)
     assert_same(where, model_of(tied=True), marks, stage=3, micro_batches=4, **ADAM)
     assert_same(where, model_of(batch_norm=True), marks, stage=1, micro_batches=2)
@@ -158,12 +160,12 @@ def local(x: Tensor) -> Tensor:
 
 def check_a_rank_holds_what_is_of_its_stages() -> None:
     where, model = real(), model_of()
-    graph = staged_graph(model, stages_of(4, 2), where, stage=1, micro_batches=2)
+    graph = staged_graph(model, stages_of(2, 2), where, stage=1, micro_batches=2)
     mine = [share(x, where) for x in batches(1)[0]]
     graph(*mine)
     member = where.pipeline_member(dist.get_rank())
     here = {name: local(p).numel() == p.numel() for name, p in model.named_parameters()}
-    assert here == {name: (stages_of(4, 2)[stage_path(name)] == member) for name in here}
+    assert here == {name: (stages_of(2, 2)[stage_path(name)] == member) for name in here}
     for name, p in model.named_parameters():
         assert tuple(p.shape) == tuple(dict(model_of().named_parameters())[name].shape)
         states = graph.optimizer.state[p]
@@ -182,13 +184,13 @@ def check_checkpoints_have_nothing_of_stages() -> None:
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     where, pipe = real(), real((4,), ("pp",))
-    first = graph_on(where, model_of(), stages_of(4, 2), stage=3, micro_batches=4, **ADAM)
+    first = graph_on(where, model_of(layers=4), stages_of(4, 2), stage=3, micro_batches=4, **ADAM)
     train(first, where)
     gz.save(first, folder[0])
     wanted = tensors_of(first.full_state_dict())
     others = [
-        graph_on(where, model_of(7), stages_of(4, 2), stage=3, micro_batches=4, **ADAM),
-        graph_on(pipe, model_of(7), stages_of(4, 4), micro_batches=4, **ADAM),
+        graph_on(where, model_of(7, layers=4), stages_of(4, 2), stage=3, micro_batches=4, **ADAM),
+        graph_on(pipe, model_of(7, layers=4), stages_of(4, 4), micro_batches=4, **ADAM),
     ]
     for other in others:
         gz.load(other, folder[0])
@@ -208,7 +210,7 @@ def check_states_in_files_have_the_same_bits_and_are_those_of_the_own_stage() ->
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     where, options = real(), {"stage": 2, "micro_batches": 4, **ADAM}
-    plain, graph = (graph_on(where, model_of(tied=True), stages_of(4, 2), **options) for _ in range(2))
+    plain, graph = (graph_on(where, model_of(tied=True), stages_of(2, 2), **options) for _ in range(2))
     graph.config.enable_offload(path=folder[0])
     graph.config.bucket_bytes = 400
     with strict_transfers():
@@ -222,7 +224,7 @@ def check_states_in_files_have_the_same_bits_and_are_those_of_the_own_stage() ->
 
 def check_eager_code_sees_whole_parameters() -> None:
     where, model = real(), model_of()
-    graph = staged_graph(model, stages_of(4, 2), where, stage=3, micro_batches=2)
+    graph = staged_graph(model, stages_of(2, 2), where, stage=3, micro_batches=2)
     x = batches(1)[0][0]
     train(graph, where)
     full = dict(graph.full_state_dict()["modules"]["model"])
@@ -241,7 +243,7 @@ def check_eager_code_sees_whole_parameters() -> None:
 @slow
 def check_check_agrees_with_plain_pytorch() -> None:
     where = real()
-    graph = graph_on(where, model_of(layers=2), stages_of(2, 2), stage=3, micro_batches=2, **ADAM)
+    graph = graph_on(where, model_of(), stages_of(2, 2), stage=3, micro_batches=2, **ADAM)
     batch = [share(x, where) for x in batches(1)[0]]
     report = gz.check(graph, *batch)
     assert report.agrees, report
@@ -251,9 +253,9 @@ def check_check_agrees_with_plain_pytorch() -> None:
 
 def check_two_graphs_share_a_model() -> None:
     where, model = real(), model_of()
-    step = staged_graph(model, stages_of(4, 2), where, stage=3, micro_batches=4)
+    step = staged_graph(model, stages_of(2, 2), where, stage=3, micro_batches=4)
     train(step, where)
-    evaluation = staged_graph(model, stages_of(4, 2), where, optimizer=lambda params: None, micro_batches=2)
+    evaluation = staged_graph(model, stages_of(2, 2), where, optimizer=lambda params: None, micro_batches=2)
     copy_of = model_of(9)
     copy_of.load_state_dict(step.full_state_dict()["modules"]["model"])
     x, y = batches(1)[0]
@@ -264,8 +266,8 @@ def check_two_graphs_share_a_model() -> None:
 
 def check_an_error_of_one_stage_stops_all_and_the_next_call_works() -> None:
     where, model = real(), model_of()
-    graph = staged_graph(model, stages_of(4, 2), where, stage=2, micro_batches=4)
-    other = graph_on(where, model, stages_of(4, 2), stage=2, micro_batches=4)
+    graph = staged_graph(model, stages_of(2, 2), where, stage=2, micro_batches=4)
+    other = graph_on(where, model, stages_of(2, 2), stage=2, micro_batches=4)
     train(graph, where), train(other, where)
     executor = graph._selection.last.part._executor
     number, part = next(iter(executor.executors.items()))
@@ -296,12 +298,11 @@ def check_an_error_of_one_stage_stops_all_and_the_next_call_works() -> None:
 
 
 def check_a_condition_that_fails_on_one_stage_stops_all_before_they_write() -> None:
-    where, model = real(), model_of()
+    where = real()
     for schedule, stages in [("1f1b", 2), ("zbv", 4)]:
+        model, marks = layer_on_each(stages)
         graph, other = (
-            graph_on(
-                where, model, stages_of(4, stages), schedule=schedule, loss_fn=small_loss, micro_batches=4, stage=2
-            )
+            graph_on(where, model, marks, schedule=schedule, loss_fn=small_loss, micro_batches=4, stage=2)
             for _ in range(2)
         )
         train(graph, where), train(other, where)
@@ -345,9 +346,8 @@ def check_bytes_of_each_stage_are_the_plans() -> None:
     for schedule, stages, zero in [("1f1b", 2, 0), ("gpipe", 2, 3), ("zb1p", 2, 2), ("zbv", 4, 2)]:
         where = real() if zero else real(SHAPE, ("pp", "tp"))
         graph = graph_on(
-            where, model_of(), stages_of(4, stages), loss_fn=loss_alone, schedule=schedule, stage=zero,
-            micro_batches=4, **ADAM,
-        )  # fmt: skip
+            where, *layer_on_each(stages), loss_fn=loss_alone, schedule=schedule, stage=zero, micro_batches=4, **ADAM
+        )
         mine = [share(x, where) for x in batches(1)[0]]
         graph(*mine)
         graph(*mine)
@@ -377,8 +377,8 @@ def check_models_on_the_meta_device() -> None:
 
     def graph(on: gz.Placement) -> Any:
         with torch.device("meta"):
-            model = Net()
-        result = staged_graph(model, stages_of(4, 2), on, stage=2, micro_batches=2)
+            model = Net(2)
+        result = staged_graph(model, stages_of(2, 2), on, stage=2, micro_batches=2)
         torch.manual_seed(11)
         gz.materialize(result)
         return result
@@ -387,14 +387,14 @@ def check_models_on_the_meta_device() -> None:
     step = graph(where)
     own = where.pipeline_member(dist.get_rank())
     for name, p in step.model.named_parameters():
-        assert (local(p).numel() > 0) == (stages_of(4, 2)[stage_path(name)] == own)
+        assert (local(p).numel() > 0) == (stages_of(2, 2)[stage_path(name)] == own)
     assert all(map(torch.equal, train(step, where), wanted))
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     gz.save(step, folder[0])
     with torch.device("meta"):
-        other = staged_graph(Net(), stages_of(4, 2), where, stage=2, micro_batches=2)
-        chosen = staged_graph(Net(), {"auto": 2}, where, stage=2, micro_batches=2)
+        other = staged_graph(Net(2), stages_of(2, 2), where, stage=2, micro_batches=2)
+        chosen = staged_graph(Net(2), {"auto": 2}, where, stage=2, micro_batches=2)
     gz.load(other, folder[0])
     for p in other.model.parameters():
         assert all(local(x).numel() <= local(p).numel() for x in other.optimizer.state[p].values() if x.dim())
