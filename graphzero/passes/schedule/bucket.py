@@ -15,6 +15,7 @@ the next axis joins again, and with nothing else.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -77,14 +78,20 @@ class Bucket(BuiltinPass):
 
 
 def _levels(graph: StepGraph) -> list[list[fx.Node]]:
-    """The collectives that read no other collective's result, those that read one of these, and so on."""
+    """The collectives that read no other collective's result, those that read one of these, and so on.
+
+    What goes round from rank to rank is one level: it joins only what stands beside it.
+    """
     depth: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.target in JOINED:
-            depth[node] = depth.get(_added(value.operand(node)), -1) + 1
-    return [
-        [node for node, node_level in depth.items() if node_level == level] for level in sorted(set(depth.values()))
-    ]
+            source = _added(value.operand(node))
+            goes_on = node.target is ops.shift and source.target is ops.shift
+            depth[node] = depth[source] if goes_on else depth.get(source, -1) + 1
+    levels: dict[int, list[fx.Node]] = defaultdict(list)
+    for node, level in depth.items():
+        levels[level].append(node)
+    return [levels[level] for level in sorted(levels)]
 
 
 def _added(node: fx.Node) -> fx.Node:
@@ -97,10 +104,11 @@ def _join_level(graph: StepGraph, nodes: list[fx.Node], limit: int) -> None:
     position = at.position
     open_: dict[Any, _OpenBucket] = {}
     closed: list[list[fx.Node]] = []
+    early: dict[fx.Node, bool] = {}
     for node in sorted(nodes, key=position.__getitem__):
         moves = transfer_of(node)
         assert moves is not None
-        key = _key(graph, moves, at.section[node])
+        key = _key(graph, moves, at.section[node], early)
         bucket = open_.get(key)
         if _goes_alone(graph, moves):
             closed.append([node])
@@ -110,7 +118,7 @@ def _join_level(graph: StepGraph, nodes: list[fx.Node], limit: int) -> None:
             closed.append(bucket.members)
         bucket.add(node)
     for members in closed:
-        _join(graph, members, position, early=is_early(members[0]))
+        _join(graph, members, position, early[members[0]])
 
 
 def default_limit(graph: StepGraph) -> int:
@@ -142,7 +150,7 @@ class _OpenBucket:
         if self._nbytes + value.tensor_type(node).nbytes > limit:
             return False
         if node.target is ops.shift:  # what goes round leaves when it is there, to travel beside what is computed next
-            return at == self._position[self.members[-1]] + 1
+            return at == self._position[self.members[-1]] + 1 and value.operand(node) not in self.members
         return early or self._first_reader > at
 
     def add(self, node: fx.Node) -> None:
@@ -163,11 +171,12 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def _key(graph: StepGraph, moves: Transfer, section: tuple[int, str]) -> tuple[Any, ...]:
-    """Properties that transfers must share in order to be joined."""
+def _key(graph: StepGraph, moves: Transfer, section: tuple[int, str], early: dict[fx.Node, bool]) -> tuple[Any, ...]:
+    """Properties that transfers must share in order to be joined.  early: see ``is_early``."""
     node, (source,) = moves.node, moves.members
     what = moves.kind, moves.axis, moves.completes(graph), value.tensor_type(node).dtype
-    return (*what, section, made_by(source), is_early(node))
+    carried_on = source.target is ops.shift if node.target is ops.shift else made_by(source)
+    return (*what, section, carried_on, is_early(node, early))
 
 
 def made_by(node: fx.Node) -> fx.Node | None:
@@ -176,10 +185,18 @@ def made_by(node: fx.Node) -> fx.Node | None:
     return delivery[0].node if delivery is not None and delivery[0].collective.joins else None
 
 
-def is_early(node: fx.Node) -> bool:
-    """Return whether all that a transfer reads is there when the step begins, or is gathered from that."""
-    sources = ((operand, made_by(operand)) for operand in dict.fromkeys(node.all_input_nodes))
-    return all(operand.op == "placeholder" if producer is None else is_early(producer) for operand, producer in sources)
+def is_early(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
+    """Return whether all that a transfer reads is there when the step begins, or is gathered from that.
+
+    known: of the transfers that have been asked for, to which this one is added.
+    """
+    if node not in known:
+        sources = ((operand, made_by(operand)) for operand in dict.fromkeys(node.all_input_nodes))
+        known[node] = all(
+            operand.op == "placeholder" if producer is None else is_early(producer, known)
+            for operand, producer in sources
+        )
+    return known[node]
 
 
 def _join(graph: StepGraph, members: list[fx.Node], position: dict[fx.Node, int], early: bool) -> None:

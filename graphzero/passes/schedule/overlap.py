@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
@@ -67,10 +68,10 @@ class Overlap(BuiltinPass):
     def __call__(self, graph: StepGraph) -> StepGraph:
         limit = default_limit(graph) if self.bucket_bytes is None else self.bucket_bytes
         groups: dict[Any, list[Transfer]] = defaultdict(list)
-        at = liveness(graph)
+        at, known = liveness(graph), dict[fx.Node, bool]()
         for moves in at.transfers.values():
             if moves.slot == NO_SLOT_YET and (value.phase_of(moves.end) == "update") == self.in_update:
-                kind = _kind(moves), at.section[moves.end], _depth(moves), is_early(moves.node)
+                kind = _kind(moves), at.section[moves.end], _depth(moves), is_early(moves.node, known)
                 groups[kind].append(moves)
         for (_, _, depth, early), members in sorted(groups.items(), key=lambda item: item[0][2]):
             if depth and not early:
@@ -194,14 +195,15 @@ def _await_late(graph: StepGraph, transfers: list[Transfer], limit: int) -> None
     at = liveness(graph)
     position = at.position
     transfers = sorted(transfers, key=lambda moves: position[moves.node])  # carrying on late may have moved some
+    launched = [*accumulate(map(_nbytes, transfers))]  # bytes, each with those before it
     for i, moves in enumerate(transfers):
         picks = list(moves.end.users)
         added = [user for pick in picks for user in pick.users if user.target is ops.accumulate]
         readers = [user for node in (*picks, *added) for user in node.users if user not in added]
         limits = [min(readers, key=position.__getitem__)] if readers else []
         limits += [_behind_phase(at, moves)]
-        launched = zip(transfers[i + 1 :], accumulate(map(_nbytes, transfers[i + 1 :])), strict=True)
-        limits += [later.node for later, nbytes in list(launched)[1:] if nbytes > limit][:1]
+        enough = max(i + 2, bisect_right(launched, launched[i] + limit))
+        limits += [later.node for later in transfers[enough : enough + 1]]
         stop = min(limits, key=position.__getitem__)
         stop.prepend(moves.end)
         for node in (*sorted(picks, key=position.__getitem__), *added):
