@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from test_short_errors import ONE, ClassifierGraph
@@ -83,3 +85,14 @@ def test_processes_that_do_not_know_of_each_other_do_not_train_by_themselves_uns
         with pytest.raises(gz.PlacementError, match="WORLD_SIZE=2, but RANK, MASTER_ADDR, MASTER_PORT are not set"):
             gz.Graph(placement)
     gz.Graph(ONE)
+
+
+def test_a_model_made_in_inference_mode_is_refused_before_anything_is_written():
+    with torch.inference_mode():
+        model = nn.Linear(4, 3)
+    before, graph = model.weight.tolist(), ClassifierGraph(model)
+    for _ in range(2):
+        with pytest.raises(gz.ConfigError, match=r"model.weight was made within torch.inference_mode\(\).*deepcopy"):
+            graph(*BATCH)
+    assert model.weight.tolist() == before
+    ClassifierGraph(copy.deepcopy(model))(*BATCH)

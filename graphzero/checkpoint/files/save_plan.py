@@ -186,7 +186,7 @@ def write_rank_file(
         if free < nbytes:
             raise CheckpointError(
                 f"{path} cannot be written: it takes {nbytes} bytes, {free} are free. Nothing was saved; "
-                "earlier checkpoints are as they were; keep=k has gz.save remove all but the last k"
+                "earlier checkpoints are as they were; make room, or keep fewer of them: gz.save(..., keep=k)"
             )
         return blocks.write_blocks(path, parts(), after_block)
 

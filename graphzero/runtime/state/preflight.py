@@ -43,7 +43,13 @@ def check_binding(
     for node in graph.placeholders("param", "buffer"):
         role = value.role_of(node)
         assert role is not None
-        check_real(entries[role.of].tensor, f"{role.kind} {role.of}")
+        tensor = entries[role.of].tensor
+        check_real(tensor, f"{role.kind} {role.of}")
+        if node.name in graph.updates and tensor.is_inference():
+            raise ConfigError(
+                f"{role.kind} {role.of} was made within torch.inference_mode(), so a step cannot write to it; make the "
+                "model outside of it, or take a copy that was: copy.deepcopy(model)"
+            )
     counts, held_states = counters(graph, specs, entries), {}
     for spec in specs:
         current = None if spec.created else held_state(state, spec, entries)
