@@ -69,6 +69,21 @@ def test_jobs_that_save_to_one_folder_at_once_all_succeed_with_numbers_of_their_
     assert len(numbers) == len(set(numbers)) == jobs * count == len([*tmp_path.iterdir()])
 
 
+def test_a_folder_that_a_job_has_locked_is_no_remains_while_it_is_empty(tmp_path, monkeypatch):
+    """Of the moments between those in which a job makes the folder, its lock, and the folder of its files."""
+    job = begun(tmp_path)
+    numbered = job.path.parent
+    (inner,) = (child for child in numbered.iterdir() if child.is_dir())
+    with monkeypatch.context() as patched:  # looked at before the lock was made
+        patched.setattr(os, "listdir", lambda _: [])
+        partial_checkpoint.remove_abandoned(numbered)
+    assert inner.is_dir() and (numbered / "lock").exists()
+    (inner / "index.json").unlink()
+    inner.rmdir()  # looked at before the folder of its files was made
+    partial_checkpoint.remove_abandoned(numbered)
+    assert (numbered / "lock").exists()
+
+
 def test_a_job_on_a_host_that_sees_no_locks_leaves_others_alone(tmp_path):
     first = begun(tmp_path)
     with other_host():

@@ -69,7 +69,7 @@ class PartialCheckpoint:
         self._lock = open(numbered / _LOCK, "xb")  # noqa: SIM115 - closed by discard
         _acquire(self._lock)
         path.mkdir()
-        if os.stat(numbered / _LOCK).st_ino != os.fstat(self._lock.fileno()).st_ino:
+        if not _is_still(self._lock):
             return False  # what was made first was taken for remains, and this is another job's
         complete = [child for child in numbered.parent.iterdir() if NAME.fullmatch(child.name)]
         return all(number_of(child) < number_of(numbered) for child in complete)
@@ -131,25 +131,30 @@ def remove_abandoned(numbered: Path) -> None:
     except OSError:
         return
     inner = [match for name in names if (match := _INNER.fullmatch(name))]
-    if not set(names) - {_LOCK}:  # of a job that is about to make that folder, and takes another number instead
+    if not names:  # of a job that is about to lock it, and takes another number instead
         with contextlib.suppress(OSError):
-            (numbered / _LOCK).unlink(missing_ok=True)
             numbered.rmdir()
     elif all(match[2] == _host() for match in inner):
-        _remove_unlocked(numbered)
+        if _LOCK in names:
+            _remove_unlocked(numbered)
+        else:  # no job has files there before it has the lock
+            remove(numbered, numbered.parent)
     elif _is_unchanged(numbered):
         remove(numbered, numbered.parent)
 
 
 def _remove_unlocked(numbered: Path) -> None:
-    """While holding the lock, so that nobody else does."""
+    """While holding the lock, so that nobody else does, nor makes anything there."""
     try:
         with open(numbered / _LOCK, "r+b") as lock:
-            if _acquire(lock) or _is_unchanged(numbered):
+            if not (_acquire(lock) and _is_still(lock)) and not _is_unchanged(numbered):
+                return
+            if os.listdir(numbered) == [_LOCK]:
+                os.unlink(lock.name)
+                numbered.rmdir()
+            else:
                 remove(numbered, numbered.parent)
-    except FileNotFoundError:
-        remove(numbered, numbered.parent)
-    except OSError:  # locked by the job that writes there
+    except OSError:  # locked by the job that writes there, or gone
         return
 
 
@@ -162,6 +167,14 @@ def _acquire(lock: IO[bytes]) -> bool:
     except OSError:
         return False
     return True
+
+
+def _is_still(lock: IO[bytes]) -> bool:
+    """Return whether an open file is the one of its path still."""
+    try:
+        return os.stat(lock.name).st_ino == os.fstat(lock.fileno()).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def _is_unchanged(numbered: Path) -> bool:
