@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import pathlib
 import re
+from collections.abc import Iterable
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "design.md"
@@ -11,29 +13,49 @@ TABLE = re.compile(r"(?<=<!-- lines -->\n).*?(?=<!-- end of lines -->)", re.DOTA
 PLUGINS = "plugins/"
 
 
-def sizes() -> dict[str, int]:
-    """Lines of Python by package of graphzero/, of plug-ins by plug-in; the modules beside packages together."""
-    lines: dict[str, int] = {}
+def sizes() -> dict[str, tuple[int, int]]:
+    """Lines of Python by package of graphzero/, of plug-ins by plug-in, and those of them that are code; the modules
+    beside packages together."""
+    lines: dict[str, tuple[int, int]] = {}
     for path in sorted((ROOT / "graphzero").rglob("*.py")):
         first, *others = path.relative_to(ROOT / "graphzero").parts
         if first == "plugins":
             package = f"{PLUGINS}{others[0]}" if len(others) > 1 else ""
         else:
             package = first if others else "modules"
-        lines[package] = lines.get(package, 0) + len(path.read_text(encoding="utf-8").splitlines())
-    return {package: count for package, count in lines.items() if package}
+        text = path.read_text(encoding="utf-8")
+        whole, code = lines.get(package, (0, 0))
+        lines[package] = whole + len(text.splitlines()), code + code_lines(text)
+    return {package: counts for package, counts in lines.items() if package}
+
+
+def code_lines(text: str) -> int:
+    """Lines that are not blank, a comment, or part of a docstring."""
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
+            node
+        ):
+            documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines = enumerate(map(str.strip, text.splitlines()), 1)
+    return sum(1 for i, line in lines if i not in documented and line and not line.startswith("#"))
 
 
 def text() -> str:
     """The table, in hundreds of lines."""
     lines = sizes()
-    core = {package: count for package, count in lines.items() if not package.startswith(PLUGINS)}
-    plugins = {package: count for package, count in lines.items() if package.startswith(PLUGINS)}
-    rows = ["| Package | Lines |", "|---|---|"]
+    core = {package: counts for package, counts in lines.items() if not package.startswith(PLUGINS)}
+    plugins = {package: counts for package, counts in lines.items() if package.startswith(PLUGINS)}
+    rows = ["| Package | Lines | of code |", "|---|---|---|"]
     for name, part in (("**core**", core), ("**plug-ins**", plugins)):
-        rows.append(f"| {name} | {round(sum(part.values()), -2):,} |")
-        rows += [f"| {package} | {max(round(count, -2), 100):,} |" for package, count in sorted(part.items())]
+        sums = [sum(column) for column in zip(*part.values(), strict=True)]
+        rows += [row(name, sums), *(row(package, counts) for package, counts in sorted(part.items()))]
     return "\n".join(rows) + "\n"
+
+
+def row(name: str, counts: Iterable[int]) -> str:
+    """A row of the table."""
+    return f"| {name} | " + " | ".join(f"{max(round(count, -2), 100):,}" for count in counts) + " |"
 
 
 def shown(page: str) -> dict[str, int]:
