@@ -44,7 +44,7 @@ def test_virtual_ranks_are_compared_with_one_rank(tmp_path: Path, monkeypatch: p
 
 def test_a_collective_that_alters_numbers_fails_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    begin = VirtualWorld._begin
+    begin = VirtualWorld.begin_transfer
 
     def altered(self, kind, received, sent, *more):
         handle = begin(self, kind, received, sent, *more)
@@ -52,7 +52,7 @@ def test_a_collective_that_alters_numbers_fails_a_check(tmp_path: Path, monkeypa
             received[1][0] += 1
         return handle
 
-    monkeypatch.setattr(VirtualWorld, "_begin", altered)
+    monkeypatch.setattr(VirtualWorld, "begin_transfer", altered)
     status, text = output_of()
     assert status == 1
     assert "ok    step at ZeRO stage 0" in text and "FAIL  step at ZeRO stage 2" in text
