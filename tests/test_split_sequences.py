@@ -91,7 +91,7 @@ def graph_of(model: nn.Module, placement: gz.Placement, sections: int = 1, **opt
     """A step of ``model`` on pieces of the sequence, each of so many sections, along axes whose name begins with c."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     graph = TrainGraph(model, next_token_loss, optimizer, placement=placement, clip=0.5, **options)
-    sbp = tuple({"d": S(0), "c": S(1, sections)}.get(name[0], B) for name in placement.names)
+    sbp = tuple({"d": S(0), "c": S(1, sections)}.get(name[0], B) for name in placement.names if name != "pp")
     for name in ("x", "y", "more.0"):
         graph.config.set_input(name, sbp=sbp)
     return graph
@@ -510,6 +510,28 @@ def test_a_memory_budget_takes_the_way_that_fits_and_says_what_others_would_need
     said.config.set_memory_budget(gathers.plan.memory.peak - 1)
     said.compile(torch.empty(1, length, WIDTH, device="meta"))
     assert not block_count(said)  # what is said stays: the budget computes values again instead
+
+
+def test_a_memory_budget_chooses_among_ways_on_pipeline_stages_too() -> None:
+    length = 64
+
+    def graph_within(budget: int | None) -> TrainGraph:
+        model = Gpt((8, 1), layers=2)
+        model.places = nn.Embedding(length, WIDTH)
+        graph = graph_of(model, placed(pp=2, cp=4), length // 4, micro_batches=2)
+        for stage, paths in enumerate((("tokens", "places", "blocks.0"), ("blocks.1", "norm", "head"))):
+            for path in paths:
+                graph.config.set_stage(f"model.{path}", stage)
+        graph.config.set_memory_budget(budget)
+        return graph.compile(*batch(length=length))
+
+    gathers = graph_within(None)
+    ring = graph_within(gathers.plan.memory.peak - 1)
+    assert ring.plan.memory.peak < gathers.plan.memory.peak
+    assert any("'ring' fits" in line and "'auto' would peak at" in line for line in ring.plan.decisions)
+    assert [line.split(": ")[1].split(",")[0] for line in ring.plan.decisions if line.startswith("attention")] == [
+        "ring"
+    ]
 
 
 # ---- models of transformers
