@@ -48,9 +48,9 @@ def check_a_gather_of_keys_is_that_of_virtual_ranks():
     assert_same({"cp": "gather"}, (3, 1))
 
 
-def check_an_exchange_inside_and_a_ring_outside_are_those_of_virtual_ranks():
-    assert_same({"co": "ring", "ci": "exchange"}, (8, 4))
+def check_an_exchange_inside_and_a_ring_outside_with_padding_are_those_of_virtual_ranks():
+    assert_same({"co": "ring", "ci": "exchange"}, (8, 4), padded=True)
 
 
-def check_an_exchange_inside_and_a_gather_outside_with_padding_are_those_of_virtual_ranks():
-    assert_same({"co": "gather", "ci": "exchange"}, (6, 2), padded=True)
+def check_an_exchange_inside_and_a_gather_outside_are_those_of_virtual_ranks():
+    assert_same({"co": "gather", "ci": "exchange"}, (6, 2))
