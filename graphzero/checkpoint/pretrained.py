@@ -176,11 +176,15 @@ def _describe(given: Mapping[str, StoredTensor]) -> dict[str, str]:
 def read_entries_of(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, or of a folder that Hugging Face's ``save_pretrained`` wrote, by name."""
     index, single = path / safetensors.INDEX, path / safetensors.SINGLE
-    if not path.is_dir():
+    try:
+        is_folder, has_index, is_single = path.is_dir(), index.is_file(), single.is_file()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if not is_folder:
         return _tensors_in(path)
-    if index.is_file():
+    if has_index:
         return _of_shards(index)
-    if single.is_file():
+    if is_single:
         return _tensors_in(single)
     raise CheckpointError(
         f"{path} holds neither model.safetensors.index.json nor model.safetensors; files of other formats "

@@ -252,12 +252,18 @@ def test_what_is_no_path_is_refused(trained, path):
 def test_places_where_nothing_can_be_saved_or_is(saved, trained, other, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    a_file, a_link = "file is a file; give the path of a folder", "link is a link to .*unmounted, which is not a folder"
     for path, match in [
-        (tmp_path / "file", "cannot be written"), (tmp_path / "file" / "inside", "cannot be written"),
+        (tmp_path / "file", a_file), (tmp_path / "file" / "inside", a_file), (tmp_path / "link" / "run", a_link),
         (saved, "is a checkpoint itself"), (tmp_path / ("x" * 300), "cannot be"), (Path("/proc/nowhere"), "cannot be"),
     ]:  # fmt: skip
         with pytest.raises(gz.CheckpointError, match=match):
             gz.save(trained, path)
+    with pytest.raises(gz.CheckpointError, match=a_link):
+        gz.save_pretrained(saved, tmp_path / "link")
+    with pytest.raises(gz.CheckpointError, match="cannot be read: File name too long"):
+        gz.load_pretrained(trained, tmp_path / ("x" * 300))
     for path, match in [
         (tmp_path / "file", "no complete checkpoint"), (tmp_path / "empty", "no complete checkpoint"),
         (tmp_path / "absent", "does not exist"), (tmp_path / ("x" * 300), "cannot be read"),

@@ -33,7 +33,7 @@ def export(checkpoint: Path, path: Path, module: str | None, dtype: torch.dtype 
     names = [safetensors.SINGLE] if count == 1 else names
     total = sum(_nbytes(stored, dtype) for stored in tensors.values())
     with folder.explain_write_errors(f"{path}", total):
-        path.mkdir(parents=True, exist_ok=True)
+        folder.make_folder(path)
         for name, shard in zip(names, shards, strict=True):
             _write_shard(path / name, {key: tensors[key] for key in shard}, dtype, where, index)
         if count > 1:

@@ -84,13 +84,22 @@ def begin(partial: PartialCheckpoint, path: Path, step: int) -> Path:
             raise CheckpointError(
                 f"{path} is a checkpoint itself; give the folder that holds checkpoints: {str(path.parent)!r}"
             )
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         for child in path.iterdir():
             if PARTIAL.fullmatch(child.name):
                 remove_abandoned(child)
             elif REMOVED.fullmatch(child.name):
                 shutil.rmtree(child, ignore_errors=True)
         return partial.begin(path, step)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it.  Raises OSError, which names the file or the link that is in its place."""
+    for place in (path, *path.parents):
+        if os.path.lexists(place) and not place.is_dir():
+            what = f"a link to {os.readlink(place)}, which is not a folder" if place.is_symlink() else "a file"
+            raise NotADirectoryError(errno.ENOTDIR, f"{place} is {what}; give the path of a folder, or a new path")
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def keep_last(done: Path, count: int) -> None:
