@@ -1,9 +1,9 @@
-"""Transfers between ranks, messages between pipeline stages of virtual ranks, and copies to and from host memory, that
-take as long as they may, and in which nobody may meddle."""
+"""Transfers between ranks, messages between pipeline stages, and copies to and from host memory, that take as long as
+they may, and in which nobody may meddle."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -23,13 +23,13 @@ from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.runtime.world.world import World
 from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.testing.poison import fill_with_poison_, is_poison, same_bits
-from graphzero.testing.strict_stages import run_step_by_members
+from graphzero.testing.strict_stages import StrictMessages, run_step_by_members
 
 
 @contextmanager
 def strict_transfers() -> Iterator[None]:
     """Within it, collectives and copies between host memory and the device, of any ranks on CPUs, and messages between
-    pipeline stages of virtual ranks, move their data when a program waits for them, and not before.
+    pipeline stages move their data when a program waits for them, and not before.
 
     By itself a world of virtual ranks transfers when a collective is launched, so a program that reads what has not
     arrived, or writes over what is still being sent, computes the right numbers there, and wrong ones on a GPU. Between
@@ -54,10 +54,17 @@ def strict_transfers() -> Iterator[None]:
                 fill_with_poison_(x)
         return tensors
 
+    open_plain = ProcessWorld.open_messages
+
+    def open_strict(world: ProcessWorld, count: int, edges: Iterable[tuple[int, int]]) -> tuple[Any, int]:
+        transport, first = open_plain(world, count, edges)
+        return transport and StrictMessages(transport), first
+
     with (
         patch.object(VirtualWorld, "begin_transfer", _begin_late(VirtualWorld)),
         patch.object(ProcessWorld, "begin_transfer", _begin_late(ProcessWorld)),
         patch.object(HostCopies, "begin_copy", staticmethod(StrictHostCopy)),
+        patch.object(ProcessWorld, "open_messages", open_strict),
         patch.object(PipelineExecutor, "run_step", run_apart),
         patch.object(PipelineExecutor, "allocate", allocate_poison),
     ):

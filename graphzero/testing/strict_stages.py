@@ -1,14 +1,15 @@
-"""Pipeline stages of virtual ranks whose members keep what they have for themselves, and send each other messages.
+"""Messages between pipeline stages, of virtual ranks and of processes, that arrive as late as they may.
 
 By itself one process that has the ranks of all members hands values from part to part.  Here each member has values of
 its own and launches what its processes would, in their order; calls run in the order of ``PipelineProgram.calls``.
+Messages between processes begin as they do otherwise, in memory of their own (``StrictMessages``).
 A message moves as late as it may, when its receiver waits for it, and what receives it holds no number from the moment
 at which it might arrive.  What is sent must stay as it is until its sender has waited for it too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +24,8 @@ from graphzero.ir.pipeline_parts import ValueKey
 from graphzero.runtime.execute.executor import Results
 from graphzero.runtime.execute.pipeline_executor import PipelineExecutor, StageValues
 from graphzero.runtime.execute.pipeline_messages import MessagePassing, StepMessages
-from graphzero.runtime.transport.primitives import Handle
+from graphzero.runtime.transport.primitives import DONE, Handle
+from graphzero.runtime.transport.transport import MessageTransport
 from graphzero.testing.poison import fill_with_poison_, is_poison, same_bits
 
 
@@ -136,18 +138,49 @@ class Mailbox:
         return SentMessage(x, self.sent[number])
 
     def receive(self, number: int, source: int, into: Tensor) -> Handle:
+        return ReceivedMessage(into, lambda: self.sent.pop(number))
+
+
+class StrictMessages:
+    """The messages of a transport between processes, to and from memory of their own."""
+
+    def __init__(self, transport: MessageTransport | StrictMessages) -> None:
+        self.transport = transport
+        self.own: int = transport.own
+
+    def send(self, number: int, target: int, x: Tensor) -> Handle:
+        before = self._copy_of(x)
+        return SentMessage(x, before, self.transport.send(number, target, before))
+
+    def receive(self, number: int, source: int, into: Tensor) -> Handle:
+        arrived = self._copy_of(into)
+        handle = self.transport.receive(number, source, arrived)
+        return ReceivedMessage(into, lambda: self._wait(handle, arrived))
+
+    def broadcast(self, number: int, source: int, x: Tensor) -> Handle:
+        copy_of = self._copy_of(x)
+        handle = self.transport.broadcast(number, source, copy_of)
+        if source == self.own:
+            return SentMessage(x, copy_of, handle)
+        return ReceivedMessage(x, lambda: self._wait(handle, copy_of))
+
+    def _copy_of(self, x: Tensor) -> Tensor:
         with _compat.no_modes(), torch.no_grad():
-            fill_with_poison_(into)
-        return ReceivedMessage(self, number, into)
+            return x.view(-1).clone()
+
+    def _wait(self, handle: Handle, arrived: Tensor) -> Tensor:
+        handle.wait()
+        return arrived
 
 
 class SentMessage:
-    """A message, to its sender.  before: what was sent."""
+    """A message, to its sender.  before: what was sent, by the transport of ``handle``."""
 
-    def __init__(self, x: Tensor, before: Tensor) -> None:
-        self.x, self.before = x, before
+    def __init__(self, x: Tensor, before: Tensor, handle: Handle = DONE) -> None:
+        self.x, self.before, self.handle = x, before, handle
 
     def wait(self) -> None:
+        self.handle.wait()
         with _compat.no_modes(), torch.no_grad():
             if not same_bits(self.x, self.before):
                 raise GraphZeroError(
@@ -156,15 +189,18 @@ class SentMessage:
 
 
 class ReceivedMessage:
-    """A message, to its receiver."""
+    """A message, to its receiver.  fetch: waits for what arrives, and returns it."""
 
-    def __init__(self, mailbox: Mailbox, number: int, into: Tensor) -> None:
-        self.mailbox, self.number, self.into = mailbox, number, into
+    def __init__(self, into: Tensor, fetch: Callable[[], Tensor]) -> None:
+        self.into, self.fetch = into, fetch
+        with _compat.no_modes(), torch.no_grad():
+            fill_with_poison_(into)
 
     def wait(self) -> None:
+        arrived = self.fetch()
         with _compat.no_modes(), torch.no_grad():
             if not is_poison(self.into):
                 raise GraphZeroError(
                     f"before they arrived from another stage, something wrote to {self.into.numel():,} elements"
                 )
-            self.into.view(-1).copy_(self.mailbox.sent.pop(self.number))
+            self.into.view(-1).copy_(arrived)

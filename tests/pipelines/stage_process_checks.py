@@ -6,6 +6,7 @@ import copy
 import gc
 import tempfile
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphzero as gz
-from graphzero.errors import CheckError
+from graphzero.errors import CheckError, GraphZeroError
+from graphzero.runtime.execute.pipeline_messages import StepMessages
 from graphzero.schedules import GENERATORS
 from graphzero.testing import strict_transfers
+from graphzero.testing.poison import is_poison
 
 SHAPE, NAMES = (2, 2), ("pp", "dp")
 
@@ -249,6 +252,44 @@ def check_check_agrees_with_plain_pytorch() -> None:
     assert report.agrees, report
     graph(*batch)
     assert gz.check(graph, *batch).agrees
+
+
+def check_messages_arrive_at_the_wait_and_writing_to_them_before_is_refused() -> None:
+    where = real()
+
+    def results() -> list[Tensor]:
+        return train(graph_on(where, model_of(), stages_of(2, 2), stage=2, micro_batches=4), where)
+
+    def look_and_wait(step: StepMessages, number: int) -> list[Tensor]:
+        looks.append(is_poison(step._posted[number][1][0]))
+        return wait(step, number)
+
+    def send_and_write(step: StepMessages, number: int, tensors: list[Tensor]) -> None:
+        send(step, number, tensors)
+        if dist.get_rank() == 1:
+            tensors[0].add_(1)
+
+    def post_and_write(step: StepMessages, number: int) -> None:
+        post(step, number)
+        if dist.get_rank() == 1:
+            step._posted[number][1][0].zero_()
+
+    looks, send, post, wait = [], StepMessages.send, StepMessages.post, StepMessages.await_arrival
+    expected = results()
+    with strict_transfers(), patch.object(StepMessages, "await_arrival", look_and_wait):
+        assert all(map(torch.equal, results(), expected))
+    assert len(looks) >= 8 and all(looks)
+    for name, function, text in (
+        ("send", send_and_write, "while they were sent to another stage, something wrote to"),
+        ("post", post_and_write, "before they arrived from another stage, something wrote to"),
+    ):
+        try:
+            with strict_transfers(), patch.object(StepMessages, name, function):
+                results()
+        except GraphZeroError as error:  # of this rank, or what another one reports
+            assert text in str(error), error
+        else:
+            raise AssertionError(f"nobody noticed what {function.__name__} did")
 
 
 def check_two_graphs_share_a_model() -> None:
