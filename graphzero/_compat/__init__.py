@@ -32,6 +32,7 @@ from graphzero._compat.distributed import job_store as job_store
 from graphzero._compat.distributed import lost_by_gloo as lost_by_gloo
 from graphzero._compat.distributed import mesh_of_other_ranks as mesh_of_other_ranks
 from graphzero._compat.distributed import nccl as nccl
+from graphzero._compat.distributed import nccl_version as nccl_version
 from graphzero._compat.distributed import own_connection as own_connection
 from graphzero._compat.distributed import prefixed as prefixed
 from graphzero._compat.distributed import reduce_scatter_single as reduce_scatter_single

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -62,6 +64,17 @@ def nccl(store: Any, rank: int, ranks: int, seconds: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=seconds)
     return dist.ProcessGroupNCCL(store, rank, ranks, options)
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Version of the NCCL that this process has loaded, of which there may be a newer one than torch was built with
+    (``LD_PRELOAD``); () without one."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW).ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # it is a part of torch's own libraries, or there is none
+        return tuple(torch.cuda.nccl.version()[:3]) if dist.is_nccl_available() else ()
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
 def break_gloo(group: Any) -> None:

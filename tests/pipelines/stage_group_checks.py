@@ -5,7 +5,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ from staged import batches, staged_graph, stages_of, tensors_of
 from torch import Tensor, nn
 
 import graphzero as gz
+from graphzero.errors import PlacementError
 from graphzero.runtime.transport.process_group_transport import ProcessGroupTransport
 from graphzero.runtime.world import process
 from graphzero.schedules import GENERATORS
@@ -56,6 +59,28 @@ def check_process_groups_of_several_placements_of_the_same_ranks() -> None:
         for shape, names in (((2, 2), ("pp", "dp")), ((2, 2), ("dp", "pp")), ((4,), ("pp",))):
             stages = 4 if names == ("pp",) else 2
             assert_same(real(shape, names), *layer_on_each(stages, tied=True), micro_batches=2, **ADAM)
+
+
+def check_ranks_on_one_gpu_are_refused_before_they_send() -> None:
+    where = real()
+    own = where.without_pipeline(where.pipeline_member(dist.get_rank()))
+    gpu = SimpleNamespace(name_of=lambda device: f"GPU {dist.get_rank() % 3}")
+    with patch.object(process, "ACCELERATORS", {"cpu": gpu}):
+        world = process.ProcessWorld(own, whole=where)
+        try:
+            world.open_messages(0, [])
+        except PlacementError as error:
+            assert "ranks [0, 3] of" in str(error) and "are on one GPU" in str(error), error
+        else:
+            raise AssertionError("NCCL would have refused it")
+
+
+def check_gloo_itself_moves_tensors_of_a_gpu() -> None:
+    """Ranks of one host read each other's memory, but not that of a GPU."""
+    line = gz.placement("cpu", range(4))
+    for device, read in (("cpu", True), ("cuda:0", False)):
+        world = process.ProcessWorld(line, torch.device(device))
+        assert (world._collectives_of("dp") is not None) == read
 
 
 @slow

@@ -17,10 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import graphzero as gz
+from graphzero import _compat
 from graphzero.ir import value
 from graphzero.ir.transfer_layout import shape_on
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.world import launch
+from graphzero.runtime.world.accelerators import ACCELERATORS
+from graphzero.runtime.world.shared_gpus import check_shared_gpus
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.runtime.world.world import device_of
 
@@ -212,22 +215,64 @@ def test_a_program_for_gpus_is_compiled_and_planned_where_there_are_none(monkeyp
     assert all(p.device.type == "cpu" for p in model.parameters())
 
 
-def test_fewer_gpus_than_ranks_are_an_error_that_says_so(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(gz.PlacementError, match="this machine has 1 GPUs for 2 ranks"):
-        launch.ensure_world("cuda")
+# ---- which GPU a rank takes, without any
 
 
-def test_each_rank_takes_the_gpu_of_its_own_number(monkeypatch):
+@pytest.fixture
+def taken(monkeypatch):
+    """The devices that this process makes its current one, where it sees four of them and has used none."""
     taken = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: taken[-1])
-    monkeypatch.setenv("LOCAL_RANK", "3")
+    return taken
+
+
+def start_rank(monkeypatch, number, ranks, gpus, nccl, **environment):
+    """What a rank that torchrun has started does first, on a machine with so many GPUs."""
+    for name, text in {"LOCAL_RANK": number, "LOCAL_WORLD_SIZE": ranks, **environment}.items():
+        monkeypatch.setenv(name, str(text))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(_compat, "nccl_version", lambda: nccl)
+    launch._take_own(ACCELERATORS["cuda"])
+
+
+def test_each_rank_takes_the_gpu_of_its_own_number(monkeypatch, taken):
+    start_rank(monkeypatch, 3, 4, 4, (2, 28, 9))
+    assert taken == [3]
     assert device_of(gz.placement("cuda", range(8))) == torch.device("cuda", 3)
+
+
+def test_fewer_gpus_than_ranks_are_an_error_that_says_what_to_set(monkeypatch, taken):
+    sets = "NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=1 in the environment of all"
+    switch = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    for gpus, nccl, environment in [(1, (2, 30, 7), {}), (1, (2, 28, 9), switch), (0, (2, 30, 7), switch)]:
+        monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+        text = rf"has {gpus} GPUs for 4 ranks(.|\n)*{sets}; this is {'.'.join(map(str, nccl))}"
+        with pytest.raises(gz.PlacementError, match=text):
+            start_rank(monkeypatch, 0, 4, gpus, nccl, **environment)
+    assert not taken and launch._device_type(4) == "cpu"
+
+
+def test_ranks_share_gpus_in_turn_where_nccl_lets_them(monkeypatch, taken):
+    for number in range(4):
+        start_rank(monkeypatch, number, 4, 2, (2, 30, 7), NCCL_MULTI_RANK_GPU_ENABLE="1")
+    assert taken == [0, 1, 0, 1] and launch._device_type(4) == "cuda"
+    assert device_of(gz.placement("cuda", range(4))) == torch.device("cuda", 1)
+
+
+def test_ranks_on_one_gpu_are_named_before_nccl_meets_them(monkeypatch):
+    place = gz.placement("cuda", range(4))
+    monkeypatch.setattr(_compat, "nccl_version", lambda: (2, 30, 7))
+    check_shared_gpus(place, range(4), ["a", "b", "c", "d"])
+    with pytest.raises(
+        gz.PlacementError, match=r"ranks \[1, 3\] of .* are on one GPU(.|\n)*NCCL_MULTI_RANK_GPU_ENABLE=1"
+    ):
+        check_shared_gpus(place, range(4), ["a", "b", "c", "b"])
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    check_shared_gpus(place, range(4), ["a", "a", "a", "a"])
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")

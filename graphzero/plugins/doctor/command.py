@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import graphzero
+from graphzero import _compat
 from graphzero.cli import factory
 from graphzero.cli.calibrate import calibrate
 from graphzero.plan.device import Device
@@ -139,7 +140,7 @@ def describe_machine(place: Placement) -> dict[str, str]:
             own = accelerator.module.get_device_properties(accelerator.module.current_device())
             machine[name] = f"{accelerator.count} x {own.name}, {own.total_memory / 1e9:.1f} GB"
     if torch.cuda.is_available() and dist.is_nccl_available():
-        machine["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        machine["NCCL"] = ".".join(map(str, _compat.nccl_version()))
     return machine
 
 

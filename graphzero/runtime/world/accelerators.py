@@ -38,8 +38,12 @@ class Accelerator:
         """Unique name and bytes of the current device; no bytes where the device has no memory of its own."""
         if not self.is_available:
             return "none", 0
-        properties = self.module.get_device_properties(self.module.current_device())
-        return str(properties.uuid), properties.total_memory
+        device = self.module.current_device()
+        return self.name_of(device), self.module.get_device_properties(device).total_memory
+
+    def name_of(self, device: Any) -> str:
+        """The name of a device, which no other one on any host has."""
+        return str(self.module.get_device_properties(device).uuid)
 
 
 ACCELERATORS = {one.device_type: one for one in (Accelerator("cuda", "nccl"),)}

@@ -21,6 +21,7 @@ from graphzero.runtime.transport.process_monitor import LONG_WAIT, check_own_pro
 from graphzero.runtime.transport.teardown import before_tear_down, tear_down
 from graphzero.runtime.world import rendezvous
 from graphzero.runtime.world.accelerators import ACCELERATORS, Accelerator
+from graphzero.runtime.world.shared_gpus import may_share_gpus, sharing_hint
 from graphzero.sbp import meshes
 from graphzero.sbp.placement import Placement, as_placement, placement
 
@@ -185,24 +186,28 @@ def _log_wait() -> None:
 
 
 def _take_own(accelerator: Accelerator) -> None:
-    """Make this rank's GPU the current one: NCCL wants one for each.  Raises PlacementError where there are fewer."""
-    kind, backend = accelerator.device_type, accelerator.backend.upper()
+    """Make this rank's GPU the current one.  Raises PlacementError where ranks would share one and may not."""
+    kind = accelerator.device_type
     local, ranks = (int(os.environ.get(name, least)) for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
-    gpus = accelerator.count
-    if max(local + 1, ranks) > gpus:
+    gpus, ranks = accelerator.count, max(local + 1, ranks)
+    if ranks > gpus and not (gpus and may_share_gpus()):
         raise PlacementError(
-            f"this machine has {gpus} GPUs for {max(local + 1, ranks)} ranks, and {backend} needs one for each; start "
-            "fewer processes per machine, place on the CPU, or run all ranks on one GPU in one process: "
-            f'gz.placement("{kind}", ranks, virtual=True)'
+            f"this machine has {gpus} GPUs for {ranks} ranks, and {accelerator.backend.upper()} wants one for each; "
+            "start fewer processes per machine, place on the CPU, or run all ranks on one GPU in one process: "
+            f'gz.placement("{kind}", ranks, virtual=True)\n  {sharing_hint()}'
         )
-    accelerator.module.set_device(local)
+    accelerator.module.set_device(local % gpus)
 
 
 before_tear_down(meshes.forget)
 
 
 def _device_type(ranks: int) -> str:
-    """Return "cuda" if every rank of a machine has a GPU of its own, else "cpu"."""
+    """Return "cuda" if every rank of a machine has a GPU of its own, or may share one, else "cpu"."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    enough = (kind for kind, its in ACCELERATORS.items() if its.is_available and its.count >= here)
+    enough = (
+        kind
+        for kind, its in ACCELERATORS.items()
+        if its.is_available and (its.count >= here or its.count and may_share_gpus())
+    )
     return "cpu" if has_fake_world() else next(enough, "cpu")

@@ -32,6 +32,7 @@ from graphzero.runtime.transport.teardown import before_tear_down
 from graphzero.runtime.transport.transport import MessageTransport
 from graphzero.runtime.world.accelerators import ACCELERATORS
 from graphzero.runtime.world.launch import has_fake_world
+from graphzero.runtime.world.shared_gpus import check_shared_gpus
 from graphzero.runtime.world.world import World, device_of
 from graphzero.sbp.placement import PIPELINE, Placement
 
@@ -75,7 +76,12 @@ class ProcessWorld(World):
         self._made_in = -1  # generation of the communicator
         _worlds.add(self)
         shared = [axis for axis, ranks in zip(placement.names, placement.hierarchy, strict=True) if ranks > 1]
-        self._peer_axes = [axis for axis in shared if _backend(self._groups[axis], self.device) == "gloo"]
+        backends = {axis: _backend(self._groups[axis], self.device) for axis in shared}
+        # gloo takes tensors of a GPU too, but nobody else reads them from there
+        self._peer_axes = [axis for axis in shared if backends[axis] == "gloo" and self.device.type == "cpu"]
+        self._needs_own_gpu = self.device.type in ACCELERATORS and (
+            bool(self._pipeline_line) or any(backend != "gloo" for backend in backends.values())
+        )
         for axis, group in self._groups.items():
             peers = self.peers(0, axis)
             if axis not in self._peer_axes and axis in shared and peers != sorted(peers):
@@ -116,6 +122,9 @@ class ProcessWorld(World):
     def _connect(self) -> None:
         """Connect at the first collective after the last failure; every rank calls it."""
         self._communicator.connect()
+        if self._needs_own_gpu:
+            gpu, ranks = ACCELERATORS[self.device.type].name_of(self.device), self._communicator.ids
+            check_shared_gpus(self.whole, ranks, self._communicator.gather_along(gpu, ranks))
         self._collectives = {axis: self._communicator.collectives(self.peers(0, axis)) for axis in self._peer_axes}
         if self._pipeline_line and self.device.type in GROUPED_DEVICES:
             self._stage_transport = self._communicator.stage_transport(self._pipeline_line, self.device)
