@@ -112,6 +112,10 @@ def sample(self, x, loss):
     torch.distributions.Uniform(-1e3, 1e3).log_prob(x)
 
 
+def variance(self, x, loss):
+    F.gaussian_nll_loss(x, x, 1e3 - x)
+
+
 CHECKS = {
     "assert": (asserts, "AssertionError: x is large"),
     "item": (item, "ValueError: {x.max().item()} is large"),
@@ -127,6 +131,7 @@ CHECKS = {
     "equal": (equal, "AssertionError: torch.equal(x.clamp(-1000.0, 1000.0), x)"),
     "tolist": (listed, "ValueError: spread"),
     "a parameter of a distribution": (parameter, "ValueError: Expected parameter scale"),
+    "a variance": (variance, "AssertionError: var has negative"),
     "a sample of a distribution": (sample, "ValueError: Expected value argument"),
 }
 

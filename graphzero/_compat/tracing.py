@@ -234,6 +234,12 @@ ASSERT_ASYNC: Callable[..., Any] = torch._assert_async
 ASSERT: Callable[..., Any] = torch._assert
 
 
+def assert_condition(condition: Any, message: str) -> None:
+    """``torch._assert``, or what a trace has put in its place."""
+    check: Callable[..., Any] = torch._assert
+    check(condition, message)
+
+
 foreach_lerp_: Callable[..., Any] = torch._foreach_lerp_
 
 

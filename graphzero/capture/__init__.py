@@ -24,7 +24,6 @@ from graphzero.capture.spec import (
     OptimizerSpec,
     Precision,
     Scaling,
-    StateSpec,
     Step,
 )
 
@@ -41,7 +40,6 @@ __all__ = [
     "OptimizerSpec",
     "Precision",
     "Scaling",
-    "StateSpec",
     "Step",
     "OptimizerTracer",
     "constants_of_average",

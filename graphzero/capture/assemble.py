@@ -27,7 +27,7 @@ from graphzero.capture.rewrite.canonicalise import canonicalise, merge_equal
 from graphzero.capture.rewrite.finalize import finalize
 from graphzero.capture.rewrite.parameter_uses import insert_uses
 from graphzero.capture.rewrite.row_gather import gather_rows
-from graphzero.capture.spec import Captured, Inputs, StateSpec, Step
+from graphzero.capture.spec import Captured, Inputs, Step
 from graphzero.capture.trace.build_trace import OutputSlot, TracedBuild
 from graphzero.capture.trace.other_threads import capture_lock
 from graphzero.capture.trace.retracing import trace_build
@@ -35,7 +35,7 @@ from graphzero.capture.update_writer import UpdateWriter
 from graphzero.errors import shorten_list
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed_graph import PackedGraph
-from graphzero.ir.value import Role, phase_of
+from graphzero.ir.value import Role, StateSpec, phase_of
 from graphzero.logs import phase
 
 aten = torch.ops.aten

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from graphzero.capture.problems import SHOWN, place_of
-from graphzero.capture.spec import StateSpec, Step
+from graphzero.capture.spec import Step
 from graphzero.capture.trace.casts import is_master
 from graphzero.errors import ConfigError
+from graphzero.ir.value import StateSpec
 
 
 def check_masters(step: Step, params: Mapping[str, Tensor]) -> None:

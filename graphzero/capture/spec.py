@@ -16,6 +16,7 @@ from graphzero.capture.optimizer.hyperparameters import Carry
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed_graph import PackedGraph
 from graphzero.ir.ragged import Along
+from graphzero.ir.value import StateSpec
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
 
@@ -128,24 +129,6 @@ class Step:
     def rounds(self, x: Tensor) -> bool:
         """Return whether what the update makes of ``x``, a parameter or state, is rounded stochastically."""
         return self.precision is not None and self.precision.rounds(x)
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """One tensor of optimizer state: its parameter, its type, and its value before the first step.
-
-    ``param`` is ``attribute.fqn``, ``placeholder`` the node that stands for it; several 0-d states may share one.
-    ``created``: the step makes it and nobody reads what was there; then ``fill`` means nothing.
-    """
-
-    optimizer: int
-    param: str
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    fill: float
-    placeholder: str
-    created: bool = False
 
 
 @dataclass

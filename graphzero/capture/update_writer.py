@@ -17,9 +17,9 @@ from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
 from graphzero.capture.precision import check_born
 from graphzero.capture.problems import problem
 from graphzero.capture.rewrite.finalize import origin
-from graphzero.capture.spec import LOSS_SCALE, AverageSpec, StateSpec, Step
+from graphzero.capture.spec import LOSS_SCALE, AverageSpec, Step
 from graphzero.capture.trace.build_trace import TracedBuild
-from graphzero.ir.value import Role, TensorType, tensor_type
+from graphzero.ir.value import Role, StateSpec, TensorType, tensor_type
 from graphzero.ops import STOCHASTIC_ROUND
 
 aten = torch.ops.aten

@@ -4,12 +4,10 @@
 ``plugin_settings`` are those of plug-ins.  Passes, capture and the runtime read ``config.settings``.
 """
 
-from graphzero.config.amp import AmpSettings as AmpSettings
-from graphzero.config.graph_config import GraphConfig as GraphConfig
-from graphzero.config.offload import OffloadSettings as OffloadSettings
-from graphzero.config.plugin_settings import PluginSetting as PluginSetting
-from graphzero.config.plugin_settings import PluginValue as PluginValue
-from graphzero.config.setting import Check as Check
-from graphzero.config.settings import Settings as Settings
-from graphzero.config.zero import AUTO as AUTO
-from graphzero.config.zero import ZeroSettings as ZeroSettings
+from graphzero.config.amp import AmpSettings
+from graphzero.config.graph_config import GraphConfig
+from graphzero.config.offload import OffloadSettings
+from graphzero.config.plugin_settings import PluginSetting, PluginValue
+from graphzero.config.setting import Check
+from graphzero.config.settings import Settings
+from graphzero.config.zero import AUTO, ZeroSettings

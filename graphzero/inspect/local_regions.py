@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphzero.capture.annotations.local_region_sbps import RegionSignature, checked_results, nds_of
+from graphzero.capture.annotations.local_region_sbps import RegionSignature, checked_results
 from graphzero.capture.randomness import Draws
 from graphzero.ops import RANK_KEY
 from graphzero.runtime.tensors.shards import coordinates, join, piece
@@ -27,9 +27,7 @@ class EagerRegions:
         hierarchy = self.placement.hierarchy
         flat, spec = pytree.tree_flatten((args, kwargs))
         count = sum(isinstance(x, Tensor) for x in flat)
-        ends = RegionSignature(
-            nds_of(in_sbp, count, self.placement, "in_sbp", "tensor arguments"), out_sbp, self.placement
-        )
+        ends = RegionSignature(in_sbp, count, out_sbp, self.placement)
         per_rank: list[list[Any]] = []
         start = self.draws.count if self.draws is not None else 0
         for position in range(self.placement.size):

@@ -135,8 +135,13 @@ class PipelineProgram:
         """The member of ``pp`` that a stage is on."""
         return self.schedule.stage_ranks[stage]
 
+    def parts_on(self, member: int | None) -> dict[int, StagePart]:
+        """The parts that the ranks of a member run, by number; those of all members, None, run each."""
+        numbered = enumerate(self.parts.parts)
+        return {i: part for i, part in numbered if member in (None, self.member_of(part.key.stage))}
+
     def is_on(self, call: PartCall, member: int | None) -> bool:
-        """Whether the ranks of a member run a call; those of all members, None, run each."""
+        """Whether the ranks of a member run a call."""
         return member in (None, self.member_of(self.parts.parts[call.part].key.stage))
 
     def calls_on(self, member: int) -> list[PartCall]:

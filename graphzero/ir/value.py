@@ -55,6 +55,24 @@ OUT = "out"  # the keyword, in a graph, of the value whose storage a result take
 
 
 @dataclass(frozen=True)
+class StateSpec:
+    """One tensor of optimizer state: its parameter, its type, and its value before the first step.
+
+    ``param`` is ``attribute.fqn``, ``placeholder`` the node that stands for it; several 0-d states may share one.
+    ``created``: the step makes it and nobody reads what was there; then ``fill`` means nothing.
+    """
+
+    optimizer: int
+    param: str
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fill: float
+    placeholder: str
+    created: bool = False
+
+
+@dataclass(frozen=True)
 class TensorType:
     """Dtype and global shape of a tensor."""
 
@@ -212,6 +230,11 @@ def is_recomputed(node: fx.Node) -> bool:
 
 def phase_of(node: fx.Node) -> str:
     return str(node.meta.get("phase", "forward"))
+
+
+def is_average(param: fx.Node) -> bool:
+    """Return whether only the update reads a parameter: an average of others, which is a state."""
+    return {phase_of(user) for user in param.users if user.op != "output"} == {"update"}
 
 
 def repeats_of(node: fx.Node) -> int:

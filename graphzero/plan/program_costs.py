@@ -5,7 +5,7 @@ The program is walked as the eager executor does, and counted by the same tables
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
@@ -34,7 +34,9 @@ def plan_of(graph: StepGraph, links: Links = ()) -> Plan:
     links: what communication costs on each placement axis, for seconds; () for none.
     """
     examine(graph)
-    parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param") if not is_average(node))
+    parameters = sum(
+        value.tensor_type(node).numel for node in graph.placeholders("param") if not value.is_average(node)
+    )
     at = liveness(graph)
     by_node = dict(zip(at.layouts, collectives_of(graph, links), strict=True))
     entries = [by_node[node] for i in at.turns if (node := at.nodes[i]) in by_node]
@@ -57,11 +59,6 @@ def host_traffic_of(at: Liveness) -> HostTraffic:
     ups = (node for node in nodes if node.target is ops.to_device_launch or is_reload(node.target))
     downs = (node for node in nodes if node.target is ops.to_host_launch or is_offload(node.target))
     return HostTraffic(*(sum(at.nbytes_of(node) for node in copies) for copies in (ups, downs)))
-
-
-def is_average(param: fx.Node) -> bool:
-    """Whether only the update reads and changes a parameter: an average of others, which is not one of the model's."""
-    return bool(param.users) and all(value.phase_of(user) == "update" for user in param.users)
 
 
 def _place(graph: StepGraph) -> str:
@@ -115,7 +112,7 @@ def memory_of(graph: StepGraph, arena: Arena | None = None) -> MemoryPlan:
     """The memory of ``plan_of``.  arena: where the executor is told to put large temporaries."""
     at = liveness(graph)
     over = memory_over_time(graph, arena)
-    total = np.sum([*over.values()], axis=0)
+    total = total_over_time(over)
     worst = int(total.argmax())
     at_peak = {name: int(nbytes[worst]) for name, nbytes in over.items()}
     resident = dict.fromkeys(RESIDENT, 0) | at.resident() | {"arena": arena.nbytes if arena is not None else 0}
@@ -161,7 +158,7 @@ def pieces_at_peak(graph: StepGraph, axis: str, arena: Arena | None = None) -> i
 
 def _at_peak(graph: StepGraph, arena: Arena | None) -> list[StorageSpan]:
     """The storages that exist when a call peaks."""
-    worst = int(np.sum([*memory_over_time(graph, arena).values()], axis=0).argmax())
+    worst = int(total_over_time(memory_over_time(graph, arena)).argmax())
     return [span for span in liveness(graph).spans() if span.begin <= worst <= span.end]
 
 
@@ -177,3 +174,9 @@ def memory_over_time(graph: StepGraph, arena: Arena | None = None) -> dict[str, 
     if arena is not None:
         over["arena"] += arena.nbytes - at.over_time(x for x in spans if x.storage in arena.offsets)
     return over
+
+
+def total_over_time(over: Mapping[str, Bytes]) -> Bytes:
+    """Bytes of all categories."""
+    total: Bytes = np.sum([*over.values()], axis=0)
+    return total

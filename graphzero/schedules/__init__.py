@@ -13,19 +13,12 @@ A schedule is a row of actions for each pp rank (:class:`PipelineSchedule`).  It
 Pure Python, without torch.  What a stage contains, what its actions cost and how messages travel is for others.
 """
 
-from graphzero.schedules.action import Action as Action
-from graphzero.schedules.action import ActionKind as ActionKind
-from graphzero.schedules.action import parse_action as parse_action
-from graphzero.schedules.chart import draw_timeline as draw_timeline
-from graphzero.schedules.check import check_schedule as check_schedule
-from graphzero.schedules.csv_text import parse_csv as parse_csv
-from graphzero.schedules.generators import GENERATORS as GENERATORS
-from graphzero.schedules.generators import generate_schedule as generate_schedule
-from graphzero.schedules.in_flight import count_in_flight as count_in_flight
-from graphzero.schedules.in_flight import most_in_flight as most_in_flight
-from graphzero.schedules.resolve import count_stages as count_stages
-from graphzero.schedules.resolve import resolve_schedule as resolve_schedule
-from graphzero.schedules.schedule import PipelineSchedule as PipelineSchedule
-from graphzero.schedules.timeline import PipelineTimeline as PipelineTimeline
-from graphzero.schedules.timeline import ScheduleCosts as ScheduleCosts
-from graphzero.schedules.timeline import simulate_schedule as simulate_schedule
+from graphzero.schedules.action import Action, ActionKind, parse_action
+from graphzero.schedules.chart import draw_timeline
+from graphzero.schedules.check import check_schedule
+from graphzero.schedules.csv_text import parse_csv
+from graphzero.schedules.generators import GENERATORS, generate_schedule
+from graphzero.schedules.in_flight import count_in_flight, most_in_flight
+from graphzero.schedules.resolve import count_stages, resolve_schedule
+from graphzero.schedules.schedule import PipelineSchedule
+from graphzero.schedules.timeline import PipelineTimeline, ScheduleCosts, simulate_schedule

@@ -66,8 +66,7 @@ class ProgramPart:
         """The graphs that run in this process: the whole program, or the parts of its pipeline stages."""
         if self.pipeline is None:
             return [self.graph]
-        parts, member_of = self.pipeline.parts.parts, self.pipeline.member_of
-        return [part.graph for part in parts if world.member in (None, member_of(part.key.stage))]
+        return [part.graph for part in self.pipeline.parts_on(world.member).values()]
 
     @property
     def has_executor(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -109,7 +108,6 @@ def checked_results(out: Any) -> tuple[list[Any], pytree.TreeSpec]:
     return flat, spec
 
 
-@dataclass(frozen=True)
 class RegionSignature:
     """The SBPs of one call's tensors, and what they say of the axes.
 
@@ -117,9 +115,10 @@ class RegionSignature:
     same, draw the same numbers, and make equal gradients.
     """
 
-    ins: list[Nd]
-    outs: Given | list[Given]
-    placement: Placement
+    def __init__(self, in_sbp: Any, count: int, out_sbp: Any, placement: Placement) -> None:
+        """count: of the tensors among the arguments."""
+        self.ins = nds_of(in_sbp, count, placement, "in_sbp", "tensor arguments")
+        self.outs, self.placement = out_sbp, placement
 
     @cached_property
     def apart(self) -> list[int]:

@@ -24,7 +24,6 @@ from graphzero.capture.annotations.local_region_sbps import (
     checked_results,
     global_shape,
     local_shape,
-    nds_of,
 )
 from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.randomness import Draws
@@ -87,9 +86,7 @@ class TracedRegions:
         refuse_inside("a local_region is nested in a local_region", _NESTED, self.build)
         flat, spec = pytree.tree_flatten((args, kwargs))
         count = sum(isinstance(x, Tensor) for x in flat)
-        ends = RegionSignature(
-            nds_of(in_sbp, count, self.placement, "in_sbp", "tensor arguments"), out_sbp, self.placement
-        )
+        ends = RegionSignature(in_sbp, count, out_sbp, self.placement)
         outer = _RegionMode(ends)
         numbers = iter(range(count))
         local = [outer.give(x, next(numbers)) if isinstance(x, Tensor) else x for x in flat]

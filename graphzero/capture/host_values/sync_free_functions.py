@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from graphzero import _compat
 from graphzero.capture.host_values.embedding_bag import embedding_bag
 
 _batch_norm = nn.modules.batchnorm._BatchNorm.forward
@@ -32,15 +33,18 @@ def batch_norm(self: Any, x: Tensor) -> Tensor:
 def gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
-    """``torch.nn.functional.gaussian_nll_loss`` without the check that no variance is negative."""
+    """``torch.nn.functional.gaussian_nll_loss``; that no variance is negative becomes a check of the step."""
     if not isinstance(var, Tensor):
-        var = var * torch.ones_like(input)
+        return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
+    _compat.assert_condition((var < 0).any().logical_not(), "var has negative entry/entries")
     if var.shape != input.shape:
         differing = [b for a, b in zip(input.shape, var.shape, strict=False) if a != b]
         if var.shape == input.shape[:-1]:
             var = var.unsqueeze(-1)
         elif var.dim() != input.dim() or sum(differing) != 1:
             raise ValueError("var is of incorrect size")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
     clamped = var.clone()
     with torch.no_grad():
         clamped.clamp_(min=eps)

@@ -20,6 +20,7 @@ from torch import Tensor
 from graphzero import _compat
 from graphzero.capture.rewrite import foreach
 from graphzero.ops import GROUPED_MM
+from graphzero.sbp.op_call import argument_names
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2
@@ -96,37 +97,25 @@ _nll(aten.nll_loss_forward.default, aten.nll_loss_backward.default)
 _nll(aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default)
 
 
-@rule(aten.multi_margin_loss.default)
-def multi_margin_loss(
-    x: Tensor, target: Tensor, p: Any = 1, margin: Any = 1, weight: Any = None, reduction: int = MEAN
-) -> Any:
-    if reduction != MEAN or x.dim() < 2:
-        return NotImplemented
-    return aten.multi_margin_loss(x, target, p, margin, weight, SUM) / x.shape[0]
+def _mean_of_rows(op: Any) -> None:
+    """A loss of rows, or its gradient: the mean is the sum, divided by the number of rows."""
+
+    @rule(op)
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(argument_names(op), args, strict=False)), **kwargs}
+        if given.get("reduction", MEAN) != MEAN or given["self"].dim() < 2:
+            return NotImplemented
+        rows, given["reduction"] = given["self"].shape[0], SUM
+        if "grad_output" in given:
+            return op(**{**given, "grad_output": given["grad_output"] / rows})
+        result = op(**given)
+        return (result[0] / rows, *result[1:]) if isinstance(result, tuple) else result / rows
 
 
-@rule(aten.multi_margin_loss_backward.default)
-def multi_margin_loss_backward(
-    grad: Tensor, x: Tensor, target: Tensor, p: Any, margin: Any, weight: Any = None, reduction: int = MEAN
-) -> Any:
-    if reduction != MEAN or x.dim() < 2:
-        return NotImplemented
-    return aten.multi_margin_loss_backward(grad / x.shape[0], x, target, p, margin, weight, SUM)
-
-
-@rule(aten.multilabel_margin_loss_forward.default)
-def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> Any:
-    if reduction != MEAN or x.dim() < 2:
-        return NotImplemented
-    total, is_target = aten.multilabel_margin_loss_forward(x, target, SUM)
-    return total / x.shape[0], is_target
-
-
-@rule(aten.multilabel_margin_loss_backward.default)
-def multilabel_margin_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int, is_target: Tensor) -> Any:
-    if reduction != MEAN or x.dim() < 2:
-        return NotImplemented
-    return aten.multilabel_margin_loss_backward(grad / x.shape[0], x, target, SUM, is_target)
+_mean_of_rows(aten.multi_margin_loss.default)
+_mean_of_rows(aten.multi_margin_loss_backward.default)
+_mean_of_rows(aten.multilabel_margin_loss_forward.default)
+_mean_of_rows(aten.multilabel_margin_loss_backward.default)
 
 
 _BORROWED = (

@@ -95,7 +95,7 @@ class Zero(BuiltinPass):
                 _pin(graph, node, splits[value.role_of(value.operand(node)).of])  # type: ignore[union-attr]
         for path, param in params.items():
             changes = param.name in graph.updates
-            if self.stage == 3 or (changes and (self.masters or _is_of_update(param))):
+            if self.stage == 3 or (changes and (self.masters or value.is_average(param))):
                 _pin(graph, param, splits[path])
         pinned = pin_gradients(graph, splits)
         if self.stage == 1 and not self.optimizer_in_backward:
@@ -149,12 +149,6 @@ def split_dim(shape: tuple[int, ...], free: list[int], ranks: int) -> int:
     if 0 in free and padding(0) < PADDING:
         return 0
     return min(free, key=lambda dim: (padding(dim), dim))
-
-
-def _is_of_update(param: fx.Node) -> bool:
-    """Return whether only the update reads a parameter, as an average of another: it is a state."""
-    phases = {value.phase_of(user) for user in param.users if user.op != "output"}
-    return phases == {"update"}
 
 
 def _pin(graph: StepGraph, node: fx.Node, nd: Nd) -> None:

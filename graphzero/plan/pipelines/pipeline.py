@@ -18,7 +18,7 @@ from graphzero.plan.device import Device
 from graphzero.plan.pipelines.pipeline_memory import PipelineMemory
 from graphzero.plan.pipelines.pipeline_seconds import pipeline_seconds
 from graphzero.plan.plan import HostTraffic, MemoryPlan, PipelineEdge, PipelinePlan, Plan
-from graphzero.plan.program_costs import is_average, plan_of
+from graphzero.plan.program_costs import plan_of
 from graphzero.plan.variants import YOUNG, Candidate, Variants, run_unverified
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.placement import Placement
@@ -143,7 +143,7 @@ def plan_of_pipeline(graph: StepGraph, pipeline: PipelineProgram, links: Links =
     fullest = max(range(len(members)), key=lambda i: members[i].memory.peak)
     plans = [plan_of(part.graph, links=links) for part in pipeline.parts.parts]
     calls = [plans[call.part] for call in pipeline.calls_on(fullest)]
-    params = [node for node in graph.placeholders("param") if not is_average(node)]
+    params = [node for node in graph.placeholders("param") if not value.is_average(node)]
     count = sum(value.tensor_type(node).numel for node in params)
     collectives = [collective for plan in calls for collective in plan.collectives]
     stages = f"pp={pipeline.schedule.ranks}"

@@ -21,6 +21,7 @@ from graphzero.ir.pipeline_parts import PartCall, PipelineProgram, Slot, StageMe
 from graphzero.ir.storage.liveness import Bytes, bytes_held, liveness
 from graphzero.ir.storage.roots import Storage
 from graphzero.plan.plan import CATEGORIES, RESIDENT, MemoryPlan, PipelineMember
+from graphzero.plan.program_costs import total_over_time
 
 HANDED_OVER = ("saved", "accumulator")  # kinds of placeholders that other parts fill
 
@@ -141,7 +142,7 @@ class PipelineMemory:
         peak, at_peak, where, most = -1, dict.fromkeys(CATEGORIES, 0), "", 0
         most_activations = 0
         for call, over, in_flight in self.walk_calls(member):
-            total = np.sum([*over.values()], axis=0)
+            total = total_over_time(over)
             worst = int(total.argmax())
             most_activations = max(most_activations, int(over["activations"].max()))
             if total[worst] > peak:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from graphzero.ir import value
 from graphzero.ir.pipeline_parts import PipelineProgram
-from graphzero.ir.storage.liveness import Bytes, liveness
+from graphzero.ir.storage.liveness import liveness
 from graphzero.plan.pipelines.pipeline_memory import PipelineMemory
 from graphzero.plan.plan import PipelinePlan
-from graphzero.plan.program_costs import AtPeak, label_of
+from graphzero.plan.program_costs import AtPeak, label_of, total_over_time
 
 IN_FLIGHT = "what other parts have handed over"
 ACTIVATIONS = "activations"
@@ -26,7 +24,7 @@ def largest_in_pipeline(pipeline: PipelineProgram, plan: PipelinePlan, most: int
     They are those that the part makes which runs then; what others have handed over is in flight and counts as one.
     """
     memory = PipelineMemory(pipeline)
-    calls = ((call, over, _total(over)) for call, over, _ in memory.walk_calls(fullest_member(plan)))
+    calls = ((call, over, total_over_time(over)) for call, over, _ in memory.walk_calls(fullest_member(plan)))
     call, over, total = max(calls, key=lambda entry: int(entry[2].max()))
     part, worst = pipeline.parts.parts[call.part], int(total.argmax())
     handed_over = {*memory.parts[call.part].handed_over.values()}
@@ -41,8 +39,3 @@ def largest_in_pipeline(pipeline: PipelineProgram, plan: PipelinePlan, most: int
     if in_flight > 0:
         largest.append(AtPeak(IN_FLIGHT, ACTIVATIONS, in_flight, ""))
     return sorted(largest, key=lambda one: -one.nbytes)[:most]
-
-
-def _total(over: dict[str, Bytes]) -> Bytes:
-    total: Bytes = np.sum([*over.values()], axis=0)
-    return total

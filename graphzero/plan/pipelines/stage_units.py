@@ -17,7 +17,6 @@ from torch import fx
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.passes.stages.stage_marks import StageMarks
-from graphzero.plan.program_costs import is_average
 from graphzero.plan.seconds import READS_PLACES
 
 Unit = tuple[str, ...]  # paths of modules that are on one stage
@@ -130,7 +129,7 @@ class StageUnits:
 
 def _params_of(graph: StepGraph) -> dict[fx.Node, frozenset[fx.Node]]:
     """Parameter, or what is made of parameters alone -> these parameters."""
-    params = {node: frozenset([node]) for node in graph.placeholders("param") if not is_average(node)}
+    params = {node: frozenset([node]) for node in graph.placeholders("param") if not value.is_average(node)}
     for node in _forward_ops(graph):
         if node.all_input_nodes and all(x in params for x in node.all_input_nodes):
             params[node] = frozenset().union(*(params[x] for x in node.all_input_nodes))

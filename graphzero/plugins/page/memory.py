@@ -10,7 +10,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.arena import Arena
 from graphzero.ir.storage.liveness import Bytes, liveness
 from graphzero.plan.plan import CATEGORIES
-from graphzero.plan.program_costs import memory_over_time
+from graphzero.plan.program_costs import memory_over_time, total_over_time
 
 
 def memory_data(graph: StepGraph, arena: Arena | None) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def memory_data(graph: StepGraph, arena: Arena | None) -> dict[str, Any]:
         for in_arena in [span.storage in inside]
     ]
     return {
-        "peak": int(np.sum([*over.values()], axis=0).argmax()),
+        "peak": int(total_over_time(over).argmax()),
         "categories": list(CATEGORIES),
         "series": {name: change_bytes(nbytes) for name, nbytes in over.items() if nbytes.any()},
         "lives": spans,

@@ -18,6 +18,7 @@ from graphzero.plan.device import Device
 from graphzero.plan.pipelines.pipeline_memory import PipelineMemory
 from graphzero.plan.pipelines.pipeline_timeline import TimedCall, pipeline_timeline, time_calls, unit_seconds
 from graphzero.plan.plan import CATEGORIES, PipelinePlan
+from graphzero.plan.program_costs import total_over_time
 from graphzero.plugins.page.lines import Pool, passes_data, values_data
 from graphzero.plugins.page.memory import change_bytes, memory_data
 from graphzero.plugins.page.parameters import RankNumbers, parameters_data
@@ -47,7 +48,7 @@ class CallMemory:
         ]
         highest: dict[int, int] = {}
         for call, over, in_flight in (x for i in range(pipeline.schedule.ranks) for x in memory.walk_calls(i)):
-            most = int(_total(over).max())
+            most = int(total_over_time(over).max())
             self.most[call], self.behind[call] = most, in_flight
             if most > highest.get(call.part, -1):
                 self.worst[call.part], highest[call.part] = over, most
@@ -122,7 +123,7 @@ def programs_data(
             if category := memory.categories[i].get(life[0]):
                 life[4] = CATEGORIES.index(category)
         of_part["series"] = {name: change_bytes(nbytes) for name, nbytes in over.items() if nbytes.any()}
-        of_part["peak"] = int(_total(over).argmax())
+        of_part["peak"] = int(total_over_time(over).argmax())
         numbers = ranks.of_stage(part.key.stage)
         programs.append(
             {
@@ -153,11 +154,6 @@ def _program_data(graph: StepGraph, history: list[Record], pool: Pool) -> dict[s
         "text": passes_data(program_snapshots, pool),
         "values": values_data(program_snapshots, graph, pool),
     }
-
-
-def _total(over: Over) -> Bytes:
-    total: Bytes = np.sum([*over.values()], axis=0)
-    return total
 
 
 def _same(numbers: list[list[int]], _: fx.Node) -> list[list[int]]:

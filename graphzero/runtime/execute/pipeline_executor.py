@@ -56,17 +56,13 @@ class PipelineExecutor:
         self, graph: StepGraph, pipeline: PipelineProgram, world: World, kind: str = "eager", checking: bool = False
     ) -> None:
         self.graph, self.pipeline, self.world = graph, pipeline, world
-        parts, own = pipeline.parts.parts, world.member
         slots = [SlotBuffers(world) for _ in range(pipeline.schedule.ranks)]
-        members = [pipeline.member_of(part.key.stage) for part in parts]
-        self.executors = {
-            i: Executor(part.graph, world, kind, checking=checking, slots=slots[members[i]])
-            for i, part in enumerate(parts)
-            if own in (None, members[i])
-        }
-        for i, executor in self.executors.items():
-            executor.placement = pipeline.placement.without_pipeline(members[i])
-        self.launches = list_launches(pipeline, own)
+        self.executors: dict[int, Executor] = {}
+        for i, part in pipeline.parts_on(world.member).items():
+            member = pipeline.member_of(part.key.stage)
+            self.executors[i] = Executor(part.graph, world, kind, checking=checking, slots=slots[member])
+            self.executors[i].placement = pipeline.placement.without_pipeline(member)
+        self.launches = list_launches(pipeline, world.member)
         self.messages: MessagePassing | None = None
         self.meter: Meter | None = None
         self._step: StepMessages | None = None

@@ -17,9 +17,10 @@ from graphzero import _compat
 from graphzero.errors import CaptureError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.value import StateSpec
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state import preflight
-from graphzero.runtime.state.binding import Binding, Spec, StepCounter
+from graphzero.runtime.state.binding import Binding, StepCounter
 from graphzero.runtime.state.host_states import HostStates
 from graphzero.runtime.state.layout import TensorLayout, filled, lay_out
 from graphzero.runtime.state.modules import ModuleTensor
@@ -29,7 +30,7 @@ from graphzero.runtime.tensors.stage_tensors import connect_axes, has_stages
 
 
 def bind(
-    state: State, graph: StepGraph, specs: Sequence[Spec], constants: Mapping[str, Tensor],
+    state: State, graph: StepGraph, specs: Sequence[StateSpec], constants: Mapping[str, Tensor],
     entries: Mapping[str, ModuleTensor], homes: Mapping[str, int], host: HostStates,
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     """Lay out everything that ``graph`` keeps between calls; returns one tensor per local rank by placeholder.
@@ -76,9 +77,9 @@ class _Binder:
             tensors_by_name[node.name] = self._tensor(node, self.entries[role.of])
         return tensors_by_name
 
-    def states(self, graph: StepGraph, specs: Sequence[Spec]) -> dict[str, list[Tensor]]:
+    def states(self, graph: StepGraph, specs: Sequence[StateSpec]) -> dict[str, list[Tensor]]:
         """States of optimizers; a placeholder may stand for the equal counters of many parameters."""
-        members: dict[str, list[Spec]] = {}
+        members: dict[str, list[StateSpec]] = {}
         for spec in specs:
             members.setdefault(spec.placeholder, []).append(spec)
         values, counts = {}, preflight.counters(graph, specs, self.entries)
@@ -113,7 +114,7 @@ class _Binder:
                 state.first_values.note(tree.replace_tensor(entry, layout.tensor, self.optimizers), entry.path)
         return self._ranks(node, layout)
 
-    def _state(self, node: fx.Node, spec: Spec) -> list[Tensor]:
+    def _state(self, node: fx.Node, spec: StateSpec) -> list[Tensor]:
         what, nd, home = preflight.name_of(spec), value.nd_of(node), self.homes.get(node.name)
         param = self.entries[spec.param].tensor
         if spec.created:
@@ -143,7 +144,7 @@ class _Binder:
         settled = self.host.on_host(node.name, layout.tensor)
         return layout if settled is layout.tensor else lay_out(settled, nd, self.world, what, plain=True, home=home)
 
-    def _counter(self, specs: Sequence[Spec]) -> list[Tensor]:
+    def _counter(self, specs: Sequence[StateSpec]) -> list[Tensor]:
         """The count of a program; each parameter's own becomes an element of one tensor."""
         counts = [preflight.count_of(self.state, spec, self.entries) for spec in specs]
         key = tuple((spec.optimizer, spec.param, spec.key) for spec in specs)

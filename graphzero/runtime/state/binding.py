@@ -4,35 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from graphzero.ir.value import StateSpec
 from graphzero.runtime.state.modules import Holder, ModuleTensor
 from graphzero.runtime.state.mutation_watch import StatesWatch
-
-
-class Spec(Protocol):
-    """Attributes of capture's StateSpec, of one optimizer state, that ``bind`` reads."""
-
-    @property
-    def optimizer(self) -> int: ...
-    @property
-    def param(self) -> str: ...
-    @property
-    def key(self) -> str: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def fill(self) -> float: ...
-    @property
-    def placeholder(self) -> str: ...
-    @property
-    def created(self) -> bool: ...
 
 
 @dataclass
@@ -70,7 +49,7 @@ class Binding:
     watch: StatesWatch | None = None
     holder: Holder | None = None
 
-    def add(self, spec: Spec, param: Tensor, state: dict[str, Any]) -> None:
+    def add(self, spec: StateSpec, param: Tensor, state: dict[str, Any]) -> None:
         self.states.setdefault((spec.optimizer, spec.param), (param, state, []))[2].append(spec.key)
 
     def is_unchanged(self) -> bool:

@@ -19,7 +19,7 @@ from graphzero.errors import CaptureError, ConfigError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.replicated import arithmetic
-from graphzero.runtime.state.binding import Spec
+from graphzero.ir.value import StateSpec
 from graphzero.runtime.state.host_states import HostStates
 from graphzero.runtime.state.layout import check_real
 from graphzero.runtime.state.memory_maps import find_mapped_memory
@@ -33,7 +33,7 @@ from graphzero.sbp.dtensor import nd_of_dtensor
 
 
 def check_binding(
-    state: State, graph: StepGraph, specs: Sequence[Spec], entries: Mapping[str, ModuleTensor], host: HostStates
+    state: State, graph: StepGraph, specs: Sequence[StateSpec], entries: Mapping[str, ModuleTensor], host: HostStates
 ) -> dict[str, str]:
     """Raise ConfigError for a tensor without values, a state that does not fit, memory that a step cannot write, or a
     folder that cannot hold states; CaptureError for states that do not belong to one step.
@@ -78,7 +78,7 @@ def check_ranks_apart(ranks: Sequence[int], everyone: Sequence[Mapping[str, str]
 
 
 def describe_binding(
-    state: State, specs: Sequence[Spec], constants: Mapping[str, Tensor], entries: Mapping[str, ModuleTensor],
+    state: State, specs: Sequence[StateSpec], constants: Mapping[str, Tensor], entries: Mapping[str, ModuleTensor],
     repeated: str,
 ) -> dict[str, str]:  # fmt: skip
     """Text by name of the tensors that this rank is going to bind: compared among ranks before any of them binds.
@@ -101,9 +101,11 @@ def describe_binding(
     return texts
 
 
-def counters(graph: StepGraph, specs: Sequence[Spec], entries: Mapping[str, ModuleTensor]) -> dict[str, list[Spec]]:
+def counters(
+    graph: StepGraph, specs: Sequence[StateSpec], entries: Mapping[str, ModuleTensor]
+) -> dict[str, list[StateSpec]]:
     """Placeholder -> the counts that it stands for; a placeholder may stand for the equal counts of many parameters."""
-    members: dict[str, list[Spec]] = {node.name: [] for node in graph.placeholders("state")}
+    members: dict[str, list[StateSpec]] = {node.name: [] for node in graph.placeholders("state")}
     for spec in specs:
         if spec.placeholder in members:
             members[spec.placeholder].append(spec)
@@ -114,7 +116,7 @@ def counters(graph: StepGraph, specs: Sequence[Spec], entries: Mapping[str, Modu
     }
 
 
-def is_counter(param: Tensor, spec: Spec) -> bool:
+def is_counter(param: Tensor, spec: StateSpec) -> bool:
     """Return whether a 0-d state counts, as step does; the moments of a 0-d parameter do not."""
     return not spec.shape and (param.dim() > 0 or spec.key == "step")
 
@@ -136,23 +138,23 @@ def describe_tensor(state: State, x: Any, what: str) -> str:
     return f"{tensor_text(x)}{', new here, to be taken from rank 0' if is_new else ', as it was'}"
 
 
-def name_of(spec: Spec) -> str:
+def name_of(spec: StateSpec) -> str:
     return f"state {spec.param}/{spec.key}" + f" of optimizer {spec.optimizer}" * bool(spec.optimizer)
 
 
-def held_state(state: State, spec: Spec, entries: Mapping[str, ModuleTensor]) -> Any:
+def held_state(state: State, spec: StateSpec, entries: Mapping[str, ModuleTensor]) -> Any:
     """The value of a state in the optimizer: a tensor, a number, or None."""
     return state.optimizers[spec.optimizer].state.get(entries[spec.param].tensor, {}).get(spec.key)
 
 
-def count_of(state: State, spec: Spec, entries: Mapping[str, ModuleTensor]) -> Any:
+def count_of(state: State, spec: StateSpec, entries: Mapping[str, ModuleTensor]) -> Any:
     """Number of steps that one parameter has taken: a number, or a tensor that holds one."""
     current = None if spec.created else held_state(state, spec, entries)
     return (0.0 if spec.created else spec.fill) if current is None else current
 
 
 def _check_memory(
-    state: State, graph: StepGraph, states: Mapping[Spec, Tensor], entries: Mapping[str, ModuleTensor]
+    state: State, graph: StepGraph, states: Mapping[StateSpec, Tensor], entries: Mapping[str, ModuleTensor]
 ) -> dict[str, str]:
     """Raise ConfigError where what the program, or any that trains these parameters, writes is not its own to write.
 
@@ -185,7 +187,7 @@ def _updated(graph: StepGraph) -> list[fx.Node]:
     return [node for node in graph.placeholders("param", "buffer") if node.name in graph.updates]
 
 
-def _check_state(state: Any, spec: Spec, counts: bool) -> None:
+def _check_state(state: Any, spec: StateSpec, counts: bool) -> None:
     if isinstance(state, Tensor):
         check_real(state, name_of(spec))
     elif not counts or not isinstance(state, (int, float)):
@@ -200,7 +202,7 @@ def _check_state(state: Any, spec: Spec, counts: bool) -> None:
         )
 
 
-def _check_equal(state: State, specs: Sequence[Spec], entries: Mapping[str, ModuleTensor]) -> None:
+def _check_equal(state: State, specs: Sequence[StateSpec], entries: Mapping[str, ModuleTensor]) -> None:
     if len({float(count_of(state, spec, entries)) for spec in specs}) > 1:
         raise CaptureError(
             f"the parameters from {specs[0].param} on have taken different numbers of steps ({specs[0].key}), or "

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from graphzero import _compat
-from graphzero.ir.value import Role
+from graphzero.ir.value import Role, StateSpec
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state import partial_update
-from graphzero.runtime.state.binding import Binding, Spec, StepCounter
+from graphzero.runtime.state.binding import Binding, StepCounter
 from graphzero.runtime.state.first_rank import FirstValues, decisions_of, follow
 from graphzero.runtime.state.layout import check_real
 from graphzero.runtime.state.modules import Holder, ModuleTensor
@@ -144,7 +144,7 @@ class State:
             self._nds = (key, tuple(map(self.given, entries.values())))
         return self._nds[1]
 
-    def placed(self, entries: Mapping[str, ModuleTensor], specs: Sequence[Spec]) -> dict[Role, Nd]:
+    def placed(self, entries: Mapping[str, ModuleTensor], specs: Sequence[StateSpec]) -> dict[Role, Nd]:
         """SBP of parameters, buffers and states before ZeRO moves any; a parameter's states lie as it does."""
         placed = {Role(entry.kind, path): self.given(entry) for path, entry in entries.items()}
         for spec in specs:
