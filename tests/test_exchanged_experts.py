@@ -286,8 +286,7 @@ def test_products_of_every_form_are_those_of_one_rank(ops: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3", "DeepSeek", "gpt-oss"])
+@pytest.mark.parametrize(("name", "count"), [("Mixtral", 2), ("Qwen3", 1), ("DeepSeek", 2), ("gpt-oss", 1)])
 def test_mixtures_of_transformers_exchange_rows(name: str, count: int) -> None:
     model = language_model(name, **({} if name == "DeepSeek" else {"output_router_logits": count == 1}))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -48,17 +48,16 @@ def process_groups() -> Iterator[None]:
         process.GROUPED_DEVICES.discard("cpu")
 
 
-def check_process_groups_give_the_numbers_of_virtual_ranks() -> None:
+def check_process_groups_of_several_placements_give_the_numbers_of_virtual_ranks() -> None:
+    """Of the same ranks, one after the other."""
     with process_groups():
-        for schedule, stages, zero in [("1f1b", 2, 3), ("zbv", 4, 2)]:
-            assert_same(real(), *layer_on_each(stages), schedule=schedule, stage=zero, micro_batches=4, **ADAM)
-
-
-def check_process_groups_of_several_placements_of_the_same_ranks() -> None:
-    with process_groups():
-        for shape, names in (((2, 2), ("pp", "dp")), ((2, 2), ("dp", "pp")), ((4,), ("pp",))):
-            stages = 4 if names == ("pp",) else 2
-            assert_same(real(shape, names), *layer_on_each(stages, tied=True), micro_batches=2, **ADAM)
+        for shape, names, schedule, stages, zero in (
+            ((2, 2), ("pp", "dp"), "zbv", 4, 2), ((2, 2), ("dp", "pp"), "1f1b", 2, 3), ((4,), ("pp",), "1f1b", 4, 0),
+        ):  # fmt: skip
+            assert_same(
+                real(shape, names), *layer_on_each(stages, tied=True), schedule=schedule, stage=zero,
+                micro_batches=4 if zero else 2, **ADAM,
+            )  # fmt: skip
 
 
 def check_ranks_on_one_gpu_are_refused_before_they_send() -> None:
