@@ -67,6 +67,7 @@ test-cpus: $(READY)
 	$(BIN)/python tests/on_cpus.py
 
 # On a machine with a GPU, in any environment that has graphzero's requirements and pytest: PYTHON=... chooses it.
+# Several ranks share the GPU by NCCL from 2.30 on (LD_PRELOAD=.../libnccl.so.2 gives torch a newer one), else by gloo.
 test-cuda:
 	$(PYTHON) -m pytest -m cuda -rs tests/cuda
 

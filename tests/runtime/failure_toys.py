@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import time
 import traceback
@@ -11,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
+import processes
 import torch.distributed as dist
 from _ranks import context, end_with_parent
 
@@ -26,7 +27,7 @@ Work = Callable[[int], Any]
 
 def run(
     work: Work, ranks: int, folder: Path, way: str, timeout: float = WAITS, limit: float = 90.0,
-    stops: Sequence[int] = (),
+    stops: Sequence[int] = (), device_type: str = "cpu",
 ) -> dict[int, Any]:  # fmt: skip
     """What ``work`` returns on each rank that returns anything; limit: seconds for all of it.
 
@@ -34,8 +35,9 @@ def run(
     The job's store is held by this process, as torchrun's agent does.
     """
     store, end = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), time.monotonic() + limit
-    given = (ranks, store.port, way, timeout, folder, work)
-    started = [context().Process(target=_enter, args=(rank, *given)) for rank in range(ranks)]
+    given = (ranks, store.port, way, timeout, folder, work, device_type)
+    make = context() if device_type == "cpu" else multiprocessing.get_context("spawn")
+    started = [make.Process(target=_enter, args=(rank, *given)) for rank in range(ranks)]
     try:
         for one in started:
             one.start()
@@ -49,14 +51,16 @@ def run(
     return {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
 
 
-def _enter(rank: int, ranks: int, port: int, way: str, timeout: float, folder: Path, work: Work) -> None:
+def _enter(
+    rank: int, ranks: int, port: int, way: str, timeout: float, folder: Path, work: Work, device_type: str
+) -> None:
     end_with_parent()
     os.environ[SWITCH] = "auto" if way == FAR else way
     if way == FAR:
         peer_memory.namespace = lambda: f"the host of rank {rank}"
-    torch.set_num_threads(1)
+    backends = processes.prepare_rank(rank, ranks, device_type)
     store = dist.TCPStore("localhost", port)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), store=store, rank=rank, world_size=ranks)
+    dist.init_process_group(backends, timeout=timedelta(seconds=timeout), store=store, rank=rank, world_size=ranks)
     try:
         found = work(rank)
     except BaseException:

@@ -1,4 +1,7 @@
-"""Runs checks, functions whose names begin with ``check_``, in real gloo processes: all of them in one set."""
+"""Runs checks, functions whose names begin with ``check_``, in real processes: all of them in one set.
+
+Ranks are on CPUs, with gloo, or several on one GPU: with NCCL where it lets them share it, else with gloo.
+"""
 
 import importlib
 import json
@@ -13,9 +16,13 @@ import torch
 import torch.distributed as dist
 from _ranks import start
 
+from graphzero import _compat
+from graphzero.runtime.world import shared_gpus
 from graphzero.testing import strict_transfers
 
 STRICT = "GRAPHZERO_TESTS_STRICT"  # set by pytest's --strict-transfers, for processes that tests start
+START = {"cpu": "forkserver", "cuda": "spawn"}  # a process that has asked for GPUs cannot be forked
+device_type = "cpu"  # of this rank
 
 
 def slow(check):
@@ -37,8 +44,8 @@ class Checks:
     another set.
     """
 
-    def __init__(self, modules, ranks):
-        self.modules, self.ranks, self.results = modules, ranks, {}
+    def __init__(self, modules, ranks, device_type="cpu"):
+        self.modules, self.ranks, self.device_type, self.results = modules, ranks, device_type, {}
         self.slow = {name: hasattr(check, "slow") for name, check in checks_in(*modules).items()}
         self.names = [pytest.param(name, marks=[pytest.mark.slow] * slow) for name, slow in self.slow.items()]
 
@@ -46,15 +53,16 @@ class Checks:
         kind = self.slow[name]
         if kind not in self.results:
             names = [other for other, slow in self.slow.items() if slow == kind]
-            self.results[kind] = run(self.modules, self.ranks, tmp_path_factory.mktemp("world"), names)
+            folder = tmp_path_factory.mktemp("world")
+            self.results[kind] = run(self.modules, self.ranks, folder, names, self.device_type)
         assert_passed(self.results[kind], name, self.ranks)
 
 
-def run(modules, ranks, folder, names=None):
+def run(modules, ranks, folder, names=None, device_type="cpu"):
     """What each check came to, or each of those names: "name/rank" -> the traceback, or nothing."""
     found = {}
     try:
-        start(_work, (ranks, str(folder), modules, names), ranks)
+        start(_work, (ranks, str(folder), modules, names, device_type), ranks, START[device_type])
     except Exception as error:  # a worker died; what it has told stands in its file
         found["died"] = str(error)
     for rank in range(ranks):
@@ -81,13 +89,31 @@ def computed_once(jobs):
     return [results[i % ranks][i // ranks] for i in range(len(jobs))]
 
 
-def _work(rank, ranks, folder, modules, names):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+def uses_nccl(ranks, device_type):
+    """Whether so many ranks on this machine can send by NCCL."""
+    return device_type == "cuda" and (torch.cuda.device_count() >= ranks or _compat.nccl_version() >= (2, 30))
+
+
+def prepare_rank(rank, ranks, kind):
+    """Make a process a rank on a kind of device; the backends that it talks by."""
+    global device_type
+    device_type = kind
     torch.set_num_threads(1)
+    if kind == "cpu":
+        return "gloo"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
+    os.environ.update(shared_gpus.SETTINGS, LOCAL_RANK=str(rank))  # which says which GPU it takes
+    return "cpu:gloo,cuda:nccl" if uses_nccl(ranks, kind) else "gloo"
+
+
+def _work(rank, ranks, folder, modules, names, kind):
+    backends = prepare_rank(rank, ranks, kind)
+    dist.init_process_group(backends, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     tempfile.tempdir = folder  # which pytest clears away
     told = {}
     checks = checks_in(*modules)
-    is_strict = STRICT in os.environ
+    is_strict = STRICT in os.environ and kind == "cpu"
     for name in checks if names is None else names:
         try:
             with strict_transfers() if is_strict else nullcontext():
