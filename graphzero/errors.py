@@ -91,10 +91,10 @@ def shorten_list(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def shorten_repr(value: object, most: int = 200) -> str:
-    """The value as Python shows it, cut behind so many characters."""
+def shorten_repr(value: object) -> str:
+    """The value as Python shows it, cut behind 200 characters."""
     text = repr(value)
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def hides_frames(function: Callable[P, R]) -> Callable[P, R]:

@@ -113,8 +113,11 @@ def _row(stage: Stage, wide: int) -> str:
     return f"    {_where(stage):<{wide}}{rest}{'  <' if stage.beyond else ''}".rstrip()
 
 
-def beyond_lines(beyond: dict[str, float], most: int = 6) -> Sequence[str]:
+_SHOWN = 6  # values that differ
+
+
+def beyond_lines(beyond: dict[str, float]) -> Sequence[str]:
     """Lines for values that differ, worst first."""
     ordered = sorted(beyond.items(), key=lambda item: -item[1])
-    more = [f"  ... and {len(ordered) - most} more"] if len(ordered) > most else []
-    return [*(f"  {name}: {gap:.1e}" for name, gap in ordered[:most]), *more]
+    more = [f"  ... and {len(ordered) - _SHOWN} more"] if len(ordered) > _SHOWN else []
+    return [*(f"  {name}: {gap:.1e}" for name, gap in ordered[:_SHOWN]), *more]

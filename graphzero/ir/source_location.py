@@ -89,7 +89,7 @@ def user_frame() -> str:
     return frames[0] if frames else ""
 
 
-def running_module(modules: Mapping[int, str], until: CodeType | None = None) -> str:
+def running_module(modules: Mapping[int, str], until: CodeType | None) -> str:
     """The path of the innermost module of the running stack that is among ``modules``, by id; "" for none.
 
     until: code object of the outermost function of interest.

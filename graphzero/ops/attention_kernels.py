@@ -105,7 +105,7 @@ class CausalBlock(NamedTuple):
     causal: bool
 
 
-def causal_blocks(rows: int, keys: int, of_rows: RowPlaces, of_keys: RowPlaces = WHOLE) -> Iterator[CausalBlock]:
+def causal_blocks(rows: int, keys: int, of_rows: RowPlaces, of_keys: RowPlaces) -> Iterator[CausalBlock]:
     """The blocks in which ``rows`` queries see ``keys`` keys; where no query sees any, none.
 
     Keys stand in every place, or as far apart as queries.

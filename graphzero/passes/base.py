@@ -199,6 +199,11 @@ def _result(pass_: Pass, graph: StepGraph, name: str) -> object:
         raise
 
 
+def is_pattern(name: str) -> bool:
+    """Return whether a name has wildcards."""
+    return not set(name).isdisjoint("*?[")
+
+
 @dataclass(frozen=True)
 class _Given:
     """Parts of a graph that a pass must keep."""

@@ -136,7 +136,7 @@ class AtPeak(NamedTuple):
     source: str
 
 
-def largest_at_peak(graph: StepGraph, most: int, arena: Arena | None = None) -> list[AtPeak]:
+def largest_at_peak(graph: StepGraph, most: int, arena: Arena | None) -> list[AtPeak]:
     """The values that a call makes and that weigh most when it peaks, largest first."""
     spans = [span for span in _at_peak(graph, arena) if span.begin >= 0]
     spans.sort(key=lambda span: (-span.nbytes, span.begin))
@@ -146,7 +146,7 @@ def largest_at_peak(graph: StepGraph, most: int, arena: Arena | None = None) -> 
     ]
 
 
-def pieces_at_peak(graph: StepGraph, axis: str, arena: Arena | None = None) -> int:
+def pieces_at_peak(graph: StepGraph, axis: str, arena: Arena | None) -> int:
     """Bytes, when a call peaks, of what ranks share along an axis whatever the batch: model states and gradients."""
     axis_index, nbytes = graph.placement.axis(axis), 0
     for span in _at_peak(graph, arena):
@@ -162,7 +162,7 @@ def _at_peak(graph: StepGraph, arena: Arena | None) -> list[StorageSpan]:
     return [span for span in liveness(graph).spans() if span.begin <= worst <= span.end]
 
 
-def memory_over_time(graph: StepGraph, arena: Arena | None = None) -> dict[str, Bytes]:
+def memory_over_time(graph: StepGraph, arena: Arena | None) -> dict[str, Bytes]:
     """Bytes by category while each node runs, in order; what they sum to is largest at the plan's peak.
 
     Of the arena, what of it holds nothing.

@@ -81,7 +81,7 @@ def first_fitting(
     options: Options,
     stages: Sequence[int],
     budget: Budget | None,
-    smaller: Callable[[Options, Candidate], tuple[Options, Candidate]] | None = None,
+    smaller: Callable[[Options, Candidate], tuple[Options, Candidate]],
 ) -> tuple[Options, Candidate]:
     """The first of the stages whose program fits the budget, as ``choose`` says, and its options.
 
@@ -96,7 +96,7 @@ def first_fitting(
         if budget is None or tried[-1].peak <= budget.nbytes:
             break
     taken = replace(options, stage=tried[-1].plan.stage)
-    if budget is not None and tried[-1].peak > budget.nbytes and smaller is not None:
+    if budget is not None and tried[-1].peak > budget.nbytes:
         taken, tried[-1] = smaller(taken, tried[-1])
     if budget is not None and tried[-1].peak > budget.nbytes:
         tried[-1] = min(tried[-1], at_stage(taken, True), key=lambda one: one.peak)
@@ -112,8 +112,8 @@ def first_fitting(
 
 
 def _at_stage(
-    variants: Variants, options: Options, budget: Budget | None, activations: int | str | None, fits: bool = False,
-    offloads: bool = False,
+    variants: Variants, options: Options, budget: Budget | None, activations: int | str | None, fits: bool,
+    offloads: bool,
 ) -> Candidate:  # fmt: skip
     """The best program of a stage that fits, or the one of least memory.
 

@@ -67,7 +67,7 @@ class BuildOutput:
 class BuildOutputs:
     """All outputs. spec: the tree in which build returns them."""
 
-    def __init__(self, graph: StepGraph, spec: pytree.TreeSpec, padded: Sequence[tuple[Along, ...]] = ()) -> None:
+    def __init__(self, graph: StepGraph, spec: pytree.TreeSpec, padded: Sequence[tuple[Along, ...]]) -> None:
         along = padded or [()] * len(graph.outputs)
         self._all, self._spec = [_output(x, dims) for x, dims in zip(graph.outputs, along, strict=True)], spec
 

@@ -10,6 +10,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.logs import phase
 from graphzero.ops import CHECK
+from graphzero.passes.memory.dead_code import DeadCode
 from graphzero.plan.variants import YOUNG
 from graphzero.runtime.record import cuda_graph
 from graphzero.runtime.record.garbage import collector_at_rest
@@ -65,6 +66,4 @@ def leave_out_checks(graph: StepGraph) -> None:
     """Take the checks out of a captured step, and what only they read."""
     aux = {name: node for name, node in graph.aux.items() if node.target is not CHECK}
     graph.set_output(graph.outputs, aux, graph.updates)
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            graph.graph.erase_node(node)
+    DeadCode()(graph)

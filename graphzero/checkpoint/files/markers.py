@@ -44,8 +44,8 @@ class SaveMarkers:
     """
 
     def __init__(
-        self, partial: Path, position: int, count: int, store: Any = None, ended_ranks: EndedRanks = list,
-        patience: float = 600.0,
+        self, partial: Path, position: int, count: int, store: Any, ended_ranks: EndedRanks,
+        patience: float,
     ) -> None:  # fmt: skip
         self._partial, self._position, self._count = partial, position, count
         self._is_alone, self._store = store is None, dist.HashStore() if store is None else store

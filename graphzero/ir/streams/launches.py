@@ -66,7 +66,7 @@ def _launches_of(graph: StepGraph, layout: TransferLayout, rank: int) -> Iterato
         yield from [RankLaunch(moves.kind, ranks, sent, received, moves.node)] * times
 
 
-def check_program_launches(graph: StepGraph, where: str = "") -> None:
+def check_program_launches(graph: StepGraph, where: str) -> None:
     """``check_rank_launches`` of the ranks at the corners of the placement, whose pieces differ most."""
     corners = product(*({0, size - 1} for size in graph.placement.hierarchy))
     ranks = sorted({int(graph.placement.ranks[corner]) for corner in corners})

@@ -12,9 +12,8 @@ from torch import fx
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.text.printer import op_name
 from graphzero.ir.transfer import transfer_of
-from graphzero.ir.verifier.violation import nd_text, violation
+from graphzero.ir.verifier.violation import check_unmoved, nd_text, violation
 from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.sbp.registry import signatures
 from graphzero.sbp.route import is_possible
@@ -56,10 +55,7 @@ def _check_in_turn(graph: StepGraph, node: fx.Node, where: str) -> None:
     if product:
         _check_product(graph, node, where)
     for operand in value.tensor_operands(node)[: 1 if product else None]:
-        if value.nd_of(operand) != value.nd_of(node):
-            have, result = nd_text(value.nd_of(operand)), nd_text(value.nd_of(node))
-            problem = f"'{node.name}' takes {have} to {result}, which {op_name(node.target)} does not"
-            raise violation(node, where, problem, "Box what it reads before it")
+        check_unmoved(node, operand, where, "Box what it reads before it")
 
 
 def _check_product(graph: StepGraph, node: fx.Node, where: str) -> None:

@@ -15,7 +15,7 @@ from torch import fx
 from graphzero.ir import memory_space, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.printer import op_name
-from graphzero.ir.verifier.violation import nd_text, violation
+from graphzero.ir.verifier.violation import check_unmoved, violation
 
 # The argument of an op between host memory and the device that lies on the host.
 _ON_HOST: Mapping[Any, int] = {
@@ -67,7 +67,4 @@ def _check_copy(node: fx.Node, where: str) -> None:
             raise violation(node, where, f"{first} '{node.name}', which is under way", "Read what its one wait returns")
     source = node.args[-1]
     assert isinstance(source, fx.Node)
-    if value.sbp_of(source) != value.sbp_of(node):
-        have, result = nd_text(value.nd_of(source)), nd_text(value.nd_of(node))
-        problem = f"'{node.name}' takes {have} to {result}, which {op_name(node.target)} does not"
-        raise violation(node, where, problem, "Box what it copies before it")
+    check_unmoved(node, source, where, "Box what it copies before it")

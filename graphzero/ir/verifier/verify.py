@@ -194,9 +194,7 @@ def _check_one(graph: StepGraph, node: fx.Node, where: str, boxed: bool) -> None
             raise violation(node, where, problem, f"'{node.args[0].name}' makes {source[node.args[1]]}")
 
 
-def _check_op(
-    graph: StepGraph, node: fx.Node, axis: int, where: str, boxed: bool, part: int | None = None
-) -> Signature:
+def _check_op(graph: StepGraph, node: fx.Node, axis: int, where: str, boxed: bool, part: int | None) -> Signature:
     """The signature in which the op at ``node`` stands on ``axis``; before boxes, one that makes its results."""
     inputs, outputs = calls.input_sbps(node, axis, part), calls.output_sbps(node, axis, part)
     allowed = calls.signatures_of(graph, node, axis, (*inputs, *outputs), part=part)

@@ -6,8 +6,18 @@ from torch import fx
 
 from graphzero.errors import VerifyError
 from graphzero.ir import value
-from graphzero.ir.text.printer import print_line
+from graphzero.ir.text.printer import op_name, print_line
 from graphzero.sbp.types import Nd
+
+_AROUND, _WIDTH = 2, 150  # lines that are shown on both sides, and characters of one
+
+
+def check_unmoved(node: fx.Node, source: fx.Node, where: str, hint: str) -> None:
+    """Raise where the result of ``node`` lies otherwise on the ranks than ``source``, which it does not move."""
+    if value.sbp_of(source) != value.sbp_of(node):
+        have, result = nd_text(value.nd_of(source)), nd_text(value.nd_of(node))
+        problem = f"'{node.name}' takes {have} to {result}, which {op_name(node.target)} does not"
+        raise violation(node, where, problem, hint)
 
 
 def violation(node: fx.Node, where: str, problem: str, hint: str) -> VerifyError:
@@ -23,15 +33,15 @@ def nd_text(nd: Nd) -> str:
     return str(nd[0]) if len(nd) == 1 else str(nd)
 
 
-def _window(node: fx.Node, around: int = 2) -> str:
+def _window(node: fx.Node) -> str:
     """The node's line between its neighbours, marked, with the user's source line."""
     before = after = node
     lines: list[str] = []
-    for _ in range(around):
+    for _ in range(_AROUND):
         before, after = before.prev, after.next
         if before.op not in ("root", "placeholder", "output"):
             lines.insert(0, f"    {_clipped(before)}")
-        if len(lines) <= around:
+        if len(lines) <= _AROUND:
             source = value.source_of(node)
             lines.append(f"  > {_clipped(node)}" + (f"    {source}" if source else ""))
         if after.op not in ("root", "output"):
@@ -39,6 +49,6 @@ def _window(node: fx.Node, around: int = 2) -> str:
     return "\n".join(dict.fromkeys(lines))
 
 
-def _clipped(node: fx.Node, width: int = 150) -> str:
+def _clipped(node: fx.Node) -> str:
     text = print_line(node)
-    return text if len(text) <= width else f"{text[: width - 4]} ..."
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4]} ..."

@@ -19,9 +19,7 @@ from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_copy, is_view
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
-from graphzero.passes.base import BuiltinPass
-
-_WILD = set("*?[")
+from graphzero.passes.base import BuiltinPass, is_pattern
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class KeepGathered(BuiltinPass):
 
     def matching_paths(self, paths: Iterable[str]) -> list[str]:
         """The paths among ``paths`` that are kept gathered."""
-        exact, patterns = set(self.keep_gathered), [name for name in self.keep_gathered if set(name) & _WILD]
+        exact, patterns = set(self.keep_gathered), [name for name in self.keep_gathered if is_pattern(name)]
         return [path for path in paths if path in exact or any(fnmatchcase(path, one) for one in patterns)]
 
     def _check(self, paths: list[str]) -> None:

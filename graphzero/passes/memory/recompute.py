@@ -22,10 +22,9 @@ from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.printer import op_name
 from graphzero.ir.value import Role
 from graphzero.ops import CHECK, MOVE
-from graphzero.passes.base import BuiltinPass
+from graphzero.passes.base import BuiltinPass, is_pattern
 from graphzero.passes.memory.keep_gathered import follows_parameter, gathered_again, read_first
 
-_WILD = set("*?[")
 _NEVER_RECOMPUTED = (*ops.COMMUNICATING, *ops.WRITING, CHECK, MOVE)  # ranks meet there, or it has an effect
 AGAIN = "recompute"  # the role of what is computed again
 
@@ -78,7 +77,7 @@ class Recompute(BuiltinPass):
         named = {node.name: node for node in forward.maker}
         ops = set[fx.Node]()
         for name in self.recompute:
-            if set(name) & _WILD:
+            if is_pattern(name):
                 makers = {forward.maker[named[one]] for one in named if fnmatchcase(one, name)}
                 ops |= makers & forward.free.keys()
                 continue

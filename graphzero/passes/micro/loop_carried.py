@@ -39,14 +39,9 @@ class LoopCarried:
     """
 
     def __init__(
-        self,
-        graph: StepGraph,
-        partition: LoopPartition,
-        types: MicroBatchTypes,
-        errors: MicroBatchErrors,
-        reduces_each: bool,
-        whole_on: tuple[int, ...] = (),
-    ) -> None:
+        self, graph: StepGraph, partition: LoopPartition, types: MicroBatchTypes, errors: MicroBatchErrors,
+        reduces_each: bool, whole_on: tuple[int, ...],
+    ) -> None:  # fmt: skip
         self.partition, self.types, self.errors, self.reduces_each = partition, types, errors, reduces_each
         stages = stages_of(graph.nodes) if whole_on else {}
         self.added_up_whole = {node for node, stage in stages.items() if stage in whole_on}

@@ -33,7 +33,7 @@ class LoopWriter:
     """
 
     def __init__(
-        self, graph: StepGraph, reduces_each: bool, keep_gathered: tuple[str, ...], whole_on: tuple[int, ...] = ()
+        self, graph: StepGraph, reduces_each: bool, keep_gathered: tuple[str, ...], whole_on: tuple[int, ...]
     ) -> None:
         self.graph, self.keep_gathered = graph, keep_gathered
         axis = graph.placement.axis(MICRO_BATCHES)

@@ -82,7 +82,7 @@ class AxisPropagation:
     """Propagation on one placement axis: ``found`` holds the SBP of each result of each node, ``chosen`` each op's
     signature."""
 
-    def __init__(self, graph: StepGraph, axis: int, axes: Sequence[AxisPropagation], costs: Costs, notes: bool = False):
+    def __init__(self, graph: StepGraph, axis: int, axes: Sequence[AxisPropagation], costs: Costs, notes: bool):
         self.graph, self.axis, self.notes = graph, axis, notes
         self.axes = axes  # of all placement axes, this one too
         self.ranks = graph.placement.hierarchy[axis]

@@ -56,7 +56,7 @@ class Propagate(BuiltinPass):
         return propagation(graph, self.links)[0]
 
 
-def propagation(graph: StepGraph, links: Links = (), notes: bool = False) -> tuple[StepGraph, list[AxisPropagation]]:
+def propagation(graph: StepGraph, links: Links, notes: bool = False) -> tuple[StepGraph, list[AxisPropagation]]:
     """The graph with an SBP for every value, and how each axis came to it.  notes: see ``swept``."""
     axes = swept(graph, links, notes)
     for axis in axes:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
@@ -27,7 +27,7 @@ from graphzero.ir.graph import StepGraph, copy_op
 from graphzero.ir.storage.liveness import Liveness, StorageSpan, liveness
 from graphzero.ir.storage.roots import Storage, written_by
 from graphzero.ir.streams.instructions import begun_by
-from graphzero.passes.base import BuiltinPass
+from graphzero.passes.base import BuiltinPass, is_pattern
 from graphzero.passes.schedule.bucket import default_limit
 
 
@@ -82,7 +82,7 @@ class OffloadActivations(BuiltinPass):
     def _named(self, graph: StepGraph, round_trips: Sequence[RoundTrip]) -> list[RoundTrip]:
         names = {node.name for node in graph.nodes}
         for name in self.offload_activations:
-            if not set(name) & set("*?[") and name not in names:
+            if not is_pattern(name) and name not in names:
                 raise ConfigError(
                     f"offload_activations={name!r}: there is no such value in {graph.name}; what could wait on the "
                     f"host is {', '.join(trip.name for trip in round_trips) or 'nothing':.400}"
@@ -93,24 +93,34 @@ class OffloadActivations(BuiltinPass):
 
 
 @dataclass(frozen=True)
-class RoundTrip:
-    """A value of forward that may wait on the host, and where its copies would stand.
+class _Stay:
+    """A value that is on the device between forward and backward.
 
     x: the value, which fills its storage.  views: of it, that backward needs, each behind what it is a view of.
     late: ops of backward that read it or a view, in order.
     nbytes: on the fullest rank.
-    out_launch, out_wait, back_launch, back_wait: positions of the ops in front of which the copies begin and are
-        awaited; between the two in the middle its memory is free.
+    last_early, first_late: positions of its last reader before backward, and of the first one there.
     """
 
     x: fx.Node
     views: tuple[fx.Node, ...]
     late: tuple[fx.Node, ...]
     nbytes: int
+    last_early: int
+    first_late: int
+
+
+@dataclass(frozen=True)
+class RoundTrip(_Stay):
+    """A value of forward that may wait on the host, and where its copies would stand.
+
+    out_launch, out_wait, back_launch: positions of the ops in front of which the copies begin and the first is awaited,
+        as the second is in front of ``first_late``; between the two in the middle its memory is free.
+    """
+
     out_launch: int
     out_wait: int
     back_launch: int
-    back_wait: int
 
     @property
     def name(self) -> str:
@@ -144,20 +154,6 @@ def _may_go(at: Liveness, span: StorageSpan) -> bool:
         return False
     part = at.section[maker][0]
     return all(one.op != "output" and value.phase_of(one) != "update" and at.section[one][0] == part for one in readers)
-
-
-class _Stay(NamedTuple):
-    """A value that is on the device between forward and backward.  x, views, late, nbytes: see ``RoundTrip``.
-
-    last_early, first_late: positions of its last reader before backward, and of the first one there.
-    """
-
-    x: fx.Node
-    views: tuple[fx.Node, ...]
-    late: tuple[fx.Node, ...]
-    nbytes: int
-    last_early: int
-    first_late: int
 
 
 def _stay_of(at: Liveness, span: StorageSpan, values: Sequence[fx.Node]) -> _Stay | None:
@@ -213,11 +209,9 @@ def _round_trips(at: Liveness, stays: list[_Stay], window: int) -> Iterator[Roun
     out = _places(stays, lambda stay: stay.last_early, window)
     back = _places(stays, lambda stay: -stay.first_late, window)
     for stay in stays:
-        trip = RoundTrip(
-            stay.x, stay.views, stay.late, stay.nbytes,
-            _behind(at, stay.last_early), _behind(at, out.get(stay, len(at.nodes))),
-            -back.get(stay, -stay.first_late), stay.first_late,
-        )  # fmt: skip
+        out_launch, out_wait = _behind(at, stay.last_early), _behind(at, out.get(stay, len(at.nodes)))
+        trip = RoundTrip(**vars(stay), out_launch=out_launch, out_wait=out_wait,
+                         back_launch=-back.get(stay, -stay.first_late))  # fmt: skip
         if trip.out_launch < trip.out_wait < trip.back_launch:
             yield trip
 
@@ -263,7 +257,7 @@ def _write_copies(graph: StepGraph, trips: Sequence[RoundTrip]) -> None:
         for trip, wait in zip(trips, waits, strict=True)
     ]
     for trip, wait, launch in zip(trips, waits, begun, strict=True):
-        first_reader = nodes[trip.back_wait]
+        first_reader = nodes[trip.first_late]
         back = {trip.x: _write(graph, ops.to_device_wait, (launch, wait), trip.x, first_reader)}
 
         def read(x: fx.Node, back: dict[fx.Node, fx.Node] = back) -> fx.Node:

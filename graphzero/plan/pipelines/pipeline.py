@@ -136,7 +136,7 @@ def with_seconds(candidate: Candidate, device: Device) -> Candidate:
     return replace(candidate, plan=replace(plan, pipeline=replace(plan.pipeline, seconds=seconds)))
 
 
-def plan_of_pipeline(graph: StepGraph, pipeline: PipelineProgram, links: Links = ()) -> Plan:
+def plan_of_pipeline(graph: StepGraph, pipeline: PipelineProgram, links: Links) -> Plan:
     """The plan of a program of pipeline stages: of its fullest rank, with the memory of each member of ``pp``."""
     memory, timeline = PipelineMemory(pipeline), simulate_schedule(pipeline.schedule)
     members = [memory.plan_member(member) for member in range(pipeline.schedule.ranks)]

@@ -10,25 +10,20 @@ Group = tuple[int, int, int]  # a stage, its first unit, and the one behind its 
 
 
 def choose_cuts(
-    costs: Sequence[float],
-    count: int,
-    pinned: Sequence[int | None] = (),
-    nbytes: Sequence[float] = (),
-    limit: float = inf,
+    costs: Sequence[float], count: int, pinned: Sequence[int | None], nbytes: Sequence[float], limit: float
 ) -> tuple[int, ...] | None:
     """The stage of each unit, none without a unit; None where ``pinned`` leaves no cut.
 
     The most costly stage costs least; of such cuts, the one of the least sum of squares is taken.
     pinned: of each unit, the stage that it must be on, or None.
-    nbytes, limit: of each unit, and of a stage; where no cut keeps to the limit, the fullest stage is as small as can
-    be instead.
+    nbytes, limit: of each unit, if known, and of a stage; where no cut keeps to the limit, the fullest stage is as
+    small as can be instead.
     """
-    stages_of_units = pinned or [None] * len(costs)
     cost, size = _sums(costs), _sums(nbytes or [0.0] * len(costs))
 
     def is_allowed(group: Group) -> bool:
         stage, first, end = group
-        return all(pin in (None, stage) for pin in stages_of_units[first:end])
+        return all(pin in (None, stage) for pin in pinned[first:end])
 
     smallest = _cut(len(costs), count, lambda group: size(group) if is_allowed(group) else inf, max)
     if smallest is None:

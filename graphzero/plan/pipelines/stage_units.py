@@ -34,7 +34,7 @@ class StageUnits:
     units: tuple[Unit, ...]
 
     @classmethod
-    def of_step(cls, graph: StepGraph, count: int, planned: Sequence[str] = ()) -> StageUnits:
+    def of_step(cls, graph: StepGraph, count: int, planned: Sequence[str]) -> StageUnits:
         """Units of a captured step: of lists within lists, those of the outermost that are ``count`` units or more.
 
         planned: modules between which a model's own configuration cuts; of the module around them no other is a unit.

@@ -8,14 +8,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from graphzero.errors import ConfigError
+from graphzero.passes.base import is_pattern
 
 POWERS = "powers"
-_PATTERN = frozenset("*?[")
-
-
-def is_pattern(name: str) -> bool:
-    """Return whether a key of ``set_shapes`` means all inputs that it fits, not one by its name."""
-    return bool(_PATTERN.intersection(name))
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,7 @@ class PipelineExecutor:
     executors: part -> what runs it, of those that run here.
     """
 
-    def __init__(
-        self, graph: StepGraph, pipeline: PipelineProgram, world: World, kind: str = "eager", checking: bool = False
-    ) -> None:
+    def __init__(self, graph: StepGraph, pipeline: PipelineProgram, world: World, kind: str, checking: bool) -> None:
         self.graph, self.pipeline, self.world = graph, pipeline, world
         slots = [SlotBuffers(world) for _ in range(pipeline.schedule.ranks)]
         self.executors: dict[int, Executor] = {}

@@ -71,9 +71,8 @@ class Program:
 
 
 def compile_graph(
-    graph: StepGraph, world: World, calls: CompiledRegions | None = None, arena: Arena | None = None,
-    checking: bool = False,
-) -> Program:  # fmt: skip
+    graph: StepGraph, world: World, calls: CompiledRegions | None, arena: Arena | None, checking: bool
+) -> Program:
     """Compile a lowered graph for the ranks that live in this process.
 
     calls: what to call for regions, where the graph has any.  arena: where results lie that do not find their own

@@ -23,15 +23,12 @@ def meta_tensors(state: State) -> list[ModuleTensor]:
     return [entry for entry in state.tensors().values() if entry.tensor.is_meta]
 
 
-def allocate_tensors(
-    state: State, entries: Mapping[str, tuple[ModuleTensor, Nd]], homes: Mapping[str, int] | None = None
-) -> None:
+def allocate_tensors(state: State, entries: Mapping[str, tuple[ModuleTensor, Nd]], homes: Mapping[str, int]) -> None:
     """Put tensors without values, as the user is to hold them, in place of tensors on the meta device, by path.
 
     homes: path -> the member of ``pp`` whose ranks alone keep it.
     """
-    at = homes or {}
-    news = {path: (_allocate(entry, nd, state, at.get(path)), nd) for path, (entry, nd) in entries.items()}
+    news = {path: (_allocate(entry, nd, state, homes.get(path)), nd) for path, (entry, nd) in entries.items()}
     replace_tensors(state, news)
 
 
