@@ -6,9 +6,11 @@ refuses to mix them, and ``Only`` refuses 0-d tensors of the host too, which tor
 
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from graphs import TrainGraph, cross_entropy
 from torch import nn
@@ -22,8 +24,6 @@ from graphzero.ir import value
 from graphzero.ir.transfer_layout import shape_on
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.world import launch
-from graphzero.runtime.world.accelerators import ACCELERATORS
-from graphzero.runtime.world.shared_gpus import check_shared_gpus
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.runtime.world.world import device_of
 
@@ -230,49 +230,50 @@ def taken(monkeypatch):
     return taken
 
 
-def start_rank(monkeypatch, number, ranks, gpus, nccl, **environment):
-    """What a rank that torchrun has started does first, on a machine with so many GPUs."""
-    for name, text in {"LOCAL_RANK": number, "LOCAL_WORLD_SIZE": ranks, **environment}.items():
-        monkeypatch.setenv(name, str(text))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+def test_each_rank_takes_the_gpu_of_its_number_on_the_machine_and_fewer_in_turn(monkeypatch, taken):
+    for number, gpus in ((3, 4), (2, 1), (3, 2)):
+        monkeypatch.setenv("LOCAL_RANK", str(number))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert device_of(gz.placement("cuda", range(8))) == torch.device("cuda", number % gpus)
+    assert taken == [3, 0, 1]
+
+
+SWITCH, LISTED = "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=1"
+
+
+@pytest.mark.parametrize(
+    ("names", "switch", "nccl", "refused"),
+    [
+        ("abcd", "", (2, 28, 9), ""),  # each process may see one GPU alone, its own
+        ("aaaa", "1", (2, 30, 7), ""),
+        (
+            "abcb",
+            "",
+            (2, 30, 7),
+            rf"ranks 1, 3 are on one GPU(.|\n)*{LISTED} in the environment of all; this is 2.30.7",
+        ),
+        ("aaaa", "0", (2, 30, 7), f"ranks 0, 1, 2, 3 are on one GPU(.|\n)*{LISTED}"),
+        ("aaaa", "1", (2, 28, 9), rf"2.30 and newer lets ranks share a GPU, slowly, with {LISTED} .*; this is 2.28.9"),
+        ("aaaa", "1", (), "this torch has none"),
+    ],
+)
+def test_ranks_on_one_gpu_are_named_before_nccl_meets_them(monkeypatch, taken, names, switch, nccl, refused):
+    """As rank 3 of torchrun on a machine with one GPU for each process, or for all."""
+    environment = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", SWITCH: switch}
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    backends, own = [], SimpleNamespace(uuid=names[3])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: own)
     monkeypatch.setattr(_compat, "nccl_version", lambda: nccl)
-    launch._take_own(ACCELERATORS["cuda"])
-
-
-def test_each_rank_takes_the_gpu_of_its_own_number(monkeypatch, taken):
-    start_rank(monkeypatch, 3, 4, 4, (2, 28, 9))
-    assert taken == [3]
-    assert device_of(gz.placement("cuda", range(8))) == torch.device("cuda", 3)
-
-
-def test_fewer_gpus_than_ranks_are_an_error_that_says_what_to_set(monkeypatch, taken):
-    sets = "NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=1 in the environment of all"
-    switch = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    for gpus, nccl, environment in [(1, (2, 30, 7), {}), (1, (2, 28, 9), switch), (0, (2, 30, 7), switch)]:
-        monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-        text = rf"has {gpus} GPUs for 4 ranks(.|\n)*{sets}; this is {'.'.join(map(str, nccl))}"
-        with pytest.raises(gz.PlacementError, match=text):
-            start_rank(monkeypatch, 0, 4, gpus, nccl, **environment)
-    assert not taken and launch._device_type(4) == "cpu"
-
-
-def test_ranks_share_gpus_in_turn_where_nccl_lets_them(monkeypatch, taken):
-    for number in range(4):
-        start_rank(monkeypatch, number, 4, 2, (2, 30, 7), NCCL_MULTI_RANK_GPU_ENABLE="1")
-    assert taken == [0, 1, 0, 1] and launch._device_type(4) == "cuda"
-    assert device_of(gz.placement("cuda", range(4))) == torch.device("cuda", 1)
-
-
-def test_ranks_on_one_gpu_are_named_before_nccl_meets_them(monkeypatch):
-    place = gz.placement("cuda", range(4))
-    monkeypatch.setattr(_compat, "nccl_version", lambda: (2, 30, 7))
-    check_shared_gpus(place, range(4), ["a", "b", "c", "d"])
-    with pytest.raises(
-        gz.PlacementError, match=r"ranks \[1, 3\] of .* are on one GPU(.|\n)*NCCL_MULTI_RANK_GPU_ENABLE=1"
-    ):
-        check_shared_gpus(place, range(4), ["a", "b", "c", "b"])
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    check_shared_gpus(place, range(4), ["a", "a", "a", "a"])
+    monkeypatch.setattr(dist, "init_process_group", backends.append)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "all_gather_object", lambda all_names, name: all_names.__setitem__(slice(None), names))
+    monkeypatch.setattr(launch.atexit, "register", lambda *_: None)
+    with pytest.raises(gz.PlacementError, match=refused) if refused else nullcontext():
+        launch.ensure_world("cuda")
+    assert taken == [0] and backends == ["cpu:gloo,cuda:nccl"]
+    assert launch._device_type(4) == ("cuda" if switch == "1" and nccl >= (2, 30) else "cpu")
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,10 @@ class Accelerator:
     def count(self) -> int:
         """Number of devices that this process sees."""
         return int(self.module.device_count())
+
+    def take_own(self) -> None:
+        """Make the device of this rank's number on its machine the current one; where there are fewer, in turn."""
+        self.module.set_device(int(os.environ.get("LOCAL_RANK", "0")) % self.count)
 
     @property
     def memory(self) -> tuple[str, int]:

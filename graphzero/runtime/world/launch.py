@@ -12,6 +12,7 @@ import socket
 import threading
 import warnings
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,8 +21,8 @@ from graphzero.logs import event
 from graphzero.runtime.transport.process_monitor import LONG_WAIT, check_own_process
 from graphzero.runtime.transport.teardown import before_tear_down, tear_down
 from graphzero.runtime.world import rendezvous
-from graphzero.runtime.world.accelerators import ACCELERATORS, Accelerator
-from graphzero.runtime.world.shared_gpus import may_share_gpus, sharing_hint
+from graphzero.runtime.world.accelerators import ACCELERATORS
+from graphzero.runtime.world.shared_gpus import check_shared_gpus, may_share_gpus
 from graphzero.sbp import meshes
 from graphzero.sbp.placement import Placement, as_placement, placement
 
@@ -125,7 +126,8 @@ def located(wanted: Placement | DeviceMesh) -> Placement:
 def ensure_world(device_type: str | None) -> None:
     """Initialise the default process group from torchrun's environment, unless it is initialised already.
 
-    Raises PlacementError where ranks cannot connect, and where an earlier try of this process has failed.
+    Raises PlacementError where ranks cannot connect, or share a GPU and may not, and where an earlier try of this
+    process has failed.
     """
     if has_world():
         return
@@ -137,7 +139,9 @@ def ensure_world(device_type: str | None) -> None:
     kind = device_type or _device_type(int(os.environ["WORLD_SIZE"]))
     accelerator = ACCELERATORS.get(kind)
     if accelerator is not None:
-        _take_own(accelerator)
+        if not accelerator.count:
+            raise PlacementError(f"rank {own_rank()} is placed on GPUs, but torch {torch.__version__} finds none here")
+        accelerator.take_own()
     backend = "gloo" if accelerator is None else f"cpu:gloo,{kind}:{accelerator.backend}"
     log_wait = threading.Timer(LONG_WAIT, _log_wait)
     log_wait.daemon = True
@@ -159,6 +163,10 @@ def ensure_world(device_type: str | None) -> None:
     finally:
         log_wait.cancel()
     atexit.register(tear_down, dist.group.WORLD)
+    if accelerator is not None:
+        gpus: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(gpus, accelerator.name_of(accelerator.module.current_device()))
+        check_shared_gpus(kind, dict(enumerate(gpus)))
 
 
 def _reason(error: RuntimeError) -> str:
@@ -183,20 +191,6 @@ def _log_wait() -> None:
         f"{socket.gethostname()}. Look whether another rank has raised an error. {_interfaces()}"
     )
     event("waits", text, logging.WARNING, rank=rank)
-
-
-def _take_own(accelerator: Accelerator) -> None:
-    """Make this rank's GPU the current one.  Raises PlacementError where ranks would share one and may not."""
-    kind = accelerator.device_type
-    local, ranks = (int(os.environ.get(name, least)) for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
-    gpus, ranks = accelerator.count, max(local + 1, ranks)
-    if ranks > gpus and not (gpus and may_share_gpus()):
-        raise PlacementError(
-            f"this machine has {gpus} GPUs for {ranks} ranks, and {accelerator.backend.upper()} wants one for each; "
-            "start fewer processes per machine, place on the CPU, or run all ranks on one GPU in one process: "
-            f'gz.placement("{kind}", ranks, virtual=True)\n  {sharing_hint()}'
-        )
-    accelerator.module.set_device(local % gpus)
 
 
 before_tear_down(meshes.forget)

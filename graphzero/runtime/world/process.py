@@ -124,7 +124,8 @@ class ProcessWorld(World):
         self._communicator.connect()
         if self._needs_own_gpu:
             gpu, ranks = ACCELERATORS[self.device.type].name_of(self.device), self._communicator.ids
-            check_shared_gpus(self.whole, ranks, self._communicator.gather_along(gpu, ranks))
+            gpus = self._communicator.gather_along(gpu, ranks)
+            check_shared_gpus(self.device.type, dict(zip(ranks, gpus, strict=True)))
         self._collectives = {axis: self._communicator.collectives(self.peers(0, axis)) for axis in self._peer_axes}
         if self._pipeline_line and self.device.type in GROUPED_DEVICES:
             self._stage_transport = self._communicator.stage_transport(self._pipeline_line, self.device)

@@ -8,7 +8,6 @@ of a real one.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -157,7 +156,7 @@ def device_of(placement: Placement) -> torch.device:
     if not kind.is_available:
         return torch.device(placement.device_type, 0)
     if not placement.virtual and not kind.module.is_initialized():
-        kind.module.set_device(int(os.environ.get("LOCAL_RANK", "0")) % kind.count)
+        kind.take_own()
     return torch.device(placement.device_type, kind.module.current_device())
 
 
