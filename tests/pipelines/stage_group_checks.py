@@ -33,8 +33,9 @@ from torch import Tensor, nn
 
 import graphzero as gz
 from graphzero.errors import PlacementError
+from graphzero.runtime.state import modules
 from graphzero.runtime.transport.process_group_transport import ProcessGroupTransport
-from graphzero.runtime.world import process
+from graphzero.runtime.world import process, shared_gpus
 from graphzero.schedules import GENERATORS
 
 
@@ -61,17 +62,22 @@ def check_process_groups_of_several_placements_give_the_numbers_of_virtual_ranks
 
 
 def check_ranks_on_one_gpu_are_refused_before_they_send() -> None:
-    where = real()
-    own = where.without_pipeline(where.pipeline_member(dist.get_rank()))
+    line = gz.placement("cpu", range(4), names=("tp",))
     gpu = SimpleNamespace(name_of=lambda device: f"GPU {dist.get_rank() % 3}")
-    with patch.object(process, "ACCELERATORS", {"cpu": gpu}):
-        world = process.ProcessWorld(own, whole=where)
-        try:
-            world.open_messages(0, [])
-        except PlacementError as error:
-            assert "ranks 0, 3 are on one GPU" in str(error), error
-        else:
-            raise AssertionError("NCCL would have refused it")
+    x = torch.zeros(1)
+    with (
+        patch.object(shared_gpus, "ACCELERATORS", {"cpu": gpu}),
+        patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
+    ):
+        world = process.ProcessWorld(line)
+        ways = (lambda: world.begin("all_reduce", [x], [x], "tp"), lambda: modules._broadcast(x, line))
+        for way in ways:
+            try:
+                way()
+            except PlacementError as error:
+                assert "ranks 0, 3 are on one GPU" in str(error), error
+            else:
+                raise AssertionError("NCCL would have refused it")
 
 
 def check_gloo_itself_moves_tensors_of_a_gpu() -> None:

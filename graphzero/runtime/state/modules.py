@@ -27,6 +27,7 @@ from graphzero.runtime.tensors.stage_tensors import is_here
 from graphzero.runtime.transport.communicator import communicator
 from graphzero.runtime.world.consensus import tensor_text
 from graphzero.runtime.world.launch import has_fake_world
+from graphzero.runtime.world.shared_gpus import backend_of, check_own_gpus
 from graphzero.sbp.placement import Placement
 
 
@@ -240,6 +241,7 @@ def from_first_rank(tensor: Tensor, placement: Placement) -> None:
 def _broadcast(x: Tensor, placement: Placement) -> None:
     """Broadcast over the process groups of a placement, one axis after the other."""
     mesh, at = placement.mesh(), placement.coordinate(dist.get_rank())
+    check_own_gpus(placement, x.device, [backend_of(group, x.device) for group in mesh.get_all_groups()])
     for axis in range(mesh.ndim):
         first = int(placement.ranks[(*at[:axis], 0, *at[axis + 1 :])])
         dist.broadcast(x, src=first, group=mesh.get_group(axis))

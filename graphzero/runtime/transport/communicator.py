@@ -67,6 +67,7 @@ class Communicator(GroupMessages):
 
     ids: their global numbers, ascending.  limit: seconds to wait for another rank, the job's timeout.
     generation: how often it has been revoked.  label, number: of the call under way.
+    has_own_gpus: whether it is known that NCCL may send between its ranks.
     """
 
     def __init__(self, ids: Sequence[int], index: int) -> None:
@@ -75,6 +76,7 @@ class Communicator(GroupMessages):
         self.own = self.ids.index(self.rank)
         self.limit = _compat.timeout_of(_world())
         self.generation, self.label, self.number = 0, "", 0
+        self.has_own_gpus = False
         self._store = _compat.job_store(f"graphzero {','.join(map(str, ids))} {index}")
         self.wait_state = WaitState()
         self._places: dict[int, tuple[str | None, int]] = {}  # ``process_location`` of all, when they have come

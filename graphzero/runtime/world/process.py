@@ -32,7 +32,7 @@ from graphzero.runtime.transport.teardown import before_tear_down
 from graphzero.runtime.transport.transport import MessageTransport
 from graphzero.runtime.world.accelerators import ACCELERATORS
 from graphzero.runtime.world.launch import has_fake_world
-from graphzero.runtime.world.shared_gpus import check_shared_gpus
+from graphzero.runtime.world.shared_gpus import backend_of, check_own_gpus
 from graphzero.runtime.world.world import World, device_of
 from graphzero.sbp.placement import PIPELINE, Placement
 
@@ -76,12 +76,8 @@ class ProcessWorld(World):
         self._made_in = -1  # generation of the communicator
         _worlds.add(self)
         shared = [axis for axis, ranks in zip(placement.names, placement.hierarchy, strict=True) if ranks > 1]
-        backends = {axis: _backend(self._groups[axis], self.device) for axis in shared}
-        # gloo takes tensors of a GPU too, but nobody else reads them from there
-        self._peer_axes = [axis for axis in shared if backends[axis] == "gloo" and self.device.type == "cpu"]
-        self._needs_own_gpu = self.device.type in ACCELERATORS and (
-            bool(self._pipeline_line) or any(backend != "gloo" for backend in backends.values())
-        )
+        on_gloo = (axis for axis in shared if backend_of(self._groups[axis], self.device) == "gloo")
+        self._peer_axes = [*on_gloo] if self.device.type == "cpu" else []  # nobody else reads the memory of a GPU
         for axis, group in self._groups.items():
             peers = self.peers(0, axis)
             if axis not in self._peer_axes and axis in shared and peers != sorted(peers):
@@ -122,10 +118,9 @@ class ProcessWorld(World):
     def _connect(self) -> None:
         """Connect at the first collective after the last failure; every rank calls it."""
         self._communicator.connect()
-        if self._needs_own_gpu:
-            gpu, ranks = ACCELERATORS[self.device.type].name_of(self.device), self._communicator.ids
-            gpus = self._communicator.gather_along(gpu, ranks)
-            check_shared_gpus(self.device.type, dict(zip(ranks, gpus, strict=True)))
+        backends = [backend_of(group, self.device) for group in self._groups.values()]
+        backends += ["nccl"] * bool(self._pipeline_line)  # of messages between stages, whatever that of groups is
+        check_own_gpus(self.whole, self.device, backends)
         self._collectives = {axis: self._communicator.collectives(self.peers(0, axis)) for axis in self._peer_axes}
         if self._pipeline_line and self.device.type in GROUPED_DEVICES:
             self._stage_transport = self._communicator.stage_transport(self._pipeline_line, self.device)
@@ -232,10 +227,3 @@ def _reducible(xs: tuple[Tensor, ...], reduction: str) -> tuple[tuple[Tensor, ..
     if dtype == torch.int16:
         return tuple(x.to(torch.int32) for x in xs), OPS[reduction], True
     return xs, OPS[reduction], False
-
-
-def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend that serves ``device`` in ``group``."""
-    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
-    by_device = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
-    return by_device.get(device.type, config)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
 
 from graphzero import _compat
 from graphzero.errors import PlacementError
+from graphzero.runtime.transport.communicator import communicator
 from graphzero.runtime.transport.failure_diagnosis import rank_list
+from graphzero.runtime.world.accelerators import ACCELERATORS
+from graphzero.sbp.placement import Placement
 
 SETTINGS = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}
 _SWITCH = next(iter(SETTINGS))
@@ -17,6 +23,23 @@ _SINCE = (2, 30)
 def may_share_gpus() -> bool:
     """Return whether NCCL takes several ranks on one GPU."""
     return os.environ.get(_SWITCH, "") not in ("", "0") and _compat.nccl_version() >= _SINCE
+
+
+def check_own_gpus(place: Placement, device: torch.device, backends: Iterable[str]) -> None:
+    """``check_shared_gpus`` of the ranks of a placement, all of which call it before they send through ``backends``."""
+    accelerator, connections = ACCELERATORS.get(device.type), communicator(place.ranks.ravel().tolist())
+    if accelerator is None or connections.has_own_gpus or all(backend == "gloo" for backend in backends):
+        return
+    gpus = connections.all_gather(accelerator.name_of(device), "all ranks to say which GPU they use")
+    check_shared_gpus(device.type, dict(zip(connections.ids, gpus, strict=True)))
+    connections.has_own_gpus = True
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves ``device`` in ``group``."""
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    by_device = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+    return by_device.get(device.type, config)
 
 
 def check_shared_gpus(device_type: str, gpus: Mapping[int, str]) -> None:
