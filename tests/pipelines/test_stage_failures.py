@@ -38,7 +38,7 @@ def run(work, folder, way):
 def pipeline_graph():
     torch.manual_seed(0)
     where = gz.placement("cpu", [[0], [1]], names=("pp", "dp"))
-    return staged_graph(Net(), stages_of(4, 2), where, micro_batches=4, clip=0.1)
+    return staged_graph(Net(2), stages_of(2, 2), where, micro_batches=4, clip=0.1)
 
 
 def in_backward(graph, rank, do):
@@ -64,7 +64,7 @@ def is_late(rank):
     graph = pipeline_graph()
     graph(*batches(1)[0])
     if rank == 1:
-        in_backward(graph, rank, lambda: time.sleep(5.0))
+        in_backward(graph, rank, lambda: time.sleep(3.0))
     graph(*batches(1)[0])
     texts = []
     while not said.queue.empty():

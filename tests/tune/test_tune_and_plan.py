@@ -62,11 +62,11 @@ from staged import Net, batches, cross_entropy, staged_graph, stages_of
 from torch.optim import AdamW
 
 def make(placement, stage):
-    graph = staged_graph(Net(), stages_of(4, 2), placement, "zb1p", micro_batches=2, stage=stage)
+    graph = staged_graph(Net(2), stages_of(2, 2), placement, "zb1p", micro_batches=2, stage=stage)
     return graph, [x[:8] for x in batches(1)[0]]
 
 def unmarked(placement, stage):
-    model = Net()
+    model = Net(2)
     return TrainGraph(model, cross_entropy, AdamW(model.parameters()), placement=placement), [
         x[:4] for x in batches(1)[0]
     ]
