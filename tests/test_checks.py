@@ -116,6 +116,18 @@ def variance(self, x, loss):
     F.gaussian_nll_loss(x, x, 1e3 - x)
 
 
+def factor(self, x, loss):
+    torch.linalg.cholesky(torch.eye(4) * (1e3 - x.abs().max()))
+
+
+def probabilities(self, x, loss):
+    torch.bernoulli(x.abs() / 1e3)
+
+
+def deviations(self, x, loss):
+    torch.normal(x, 1e3 - x.abs())
+
+
 CHECKS = {
     "assert": (asserts, "AssertionError: x is large"),
     "item": (item, "ValueError: {x.max().item()} is large"),
@@ -131,6 +143,9 @@ CHECKS = {
     "equal": (equal, "AssertionError: torch.equal(x.clamp(-1000.0, 1000.0), x)"),
     "tolist": (listed, "ValueError: spread"),
     "a parameter of a distribution": (parameter, "ValueError: Expected parameter scale"),
+    "a matrix": (factor, "LinAlgError: linalg.cholesky: the input is singular or not positive-definite"),
+    "probabilities": (probabilities, "RuntimeError: bernoulli expects all elements of p to be in [0, 1]"),
+    "deviations": (deviations, "RuntimeError: normal expects all elements of std >= 0.0"),
     "a variance": (variance, "AssertionError: var has negative"),
     "a sample of a distribution": (sample, "ValueError: Expected value argument"),
 }
@@ -146,6 +161,31 @@ def test_a_check_over_the_whole_batch_stops_the_step_with_its_words_and_line(nam
     x = LARGE * 1e6 if name == "isfinite" else LARGE
     assert_stops(graph, words, "test_checks.py:", "as they were before the call", x=x)
     graph(X, Y)
+
+
+def test_binary_cross_entropy_of_what_is_no_probability_raises():
+    class Losses(gz.Graph):
+        def build(self, p, y):
+            return F.binary_cross_entropy(p, y)
+
+    graph = Losses(gz.placement("cpu", range(2), virtual=True))
+    p = torch.full((4,), 0.25)
+    torch.testing.assert_close(graph(p, 2 * p), F.binary_cross_entropy(p, 2 * p))
+    for bad in ((2 - p, p), (p, 2 - p)):
+        with pytest.raises(RuntimeError, match="should be between 0 and 1"):
+            graph(*bad)
+
+
+def test_one_hot_of_a_class_that_does_not_exist_raises():
+    class Counts(gz.Graph):
+        def build(self, y):
+            return F.one_hot(y, 3).sum(0)
+
+    graph = Counts(gz.placement("cpu", range(2), virtual=True))
+    assert graph(Y).tolist() == [3, 3, 2]
+    for wrong in (3, -1):
+        with pytest.raises(RuntimeError, match=f"index {wrong} is out of bounds"):
+            graph(torch.where(Y == 0, wrong, Y))
 
 
 @pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -110,6 +110,7 @@ class Draws:
             name = op._overloadname.replace("low", "low_generator").replace("default", "generator")
             if "generator" in name and name in op.overloadpacket.overloads():
                 table[getattr(op.overloadpacket, name)] = draw
+        table = {op: _checking_numbers(op, draw) for op, draw in table.items()}
         table.update(dict.fromkeys(_refused(), self._refuse))
         return table
 
@@ -157,6 +158,24 @@ class Draws:
             "draw with torch.rand, randn, normal, randint, randperm, bernoulli or dropout, or draw outside of build "
             "and pass it in",
         )
+
+
+def _checking_numbers(op: Any, draw: Callable[..., Any]) -> Callable[..., Any]:
+    """``draw``, where torch takes these numbers too: it is asked for one element, and raises for a probability of 2."""
+    own = {"generator": torch.Generator()} if any(x.name == "generator" for x in op._schema.arguments) else {}
+
+    def alone(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return torch.ones(len(own), dtype=x.dtype)
+        return [len(own)] if isinstance(x, (list, tuple)) else x
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(x, torch.SymFloat) for x in (*args, *kwargs.values())):
+            with _compat.no_modes(), torch.no_grad():
+                op(*map(alone, args), **{**kwargs, **own})
+        return draw(*args, **kwargs)
+
+    return checked
 
 
 def _drawn(draw: Callable[[Tensor], Tensor], size: list[int], dtype: Any = None, **_: Any) -> Tensor:

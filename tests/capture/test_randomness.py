@@ -67,6 +67,23 @@ def test_a_recomputed_region_draws_its_masks_again(reentrant):
     torch.testing.assert_close(results[0], results[1])
 
 
+REFUSED = {
+    "bernoulli_": lambda x: x.clone().bernoulli_(2.0),
+    "bernoulli": lambda x: torch.bernoulli(x, 2.0),
+    "normal_": lambda x: x.clone().normal_(0.0, -1.0),
+    "normal": lambda x: torch.normal(x, -1.0),
+    "uniform_": lambda x: x.clone().uniform_(2.0, 1.0),
+    "exponential_": lambda x: x.clone().exponential_(-1.0),
+    "randint": lambda x: torch.randint(5, 5, (4,)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_numbers_with_which_torch_does_not_draw_are_refused_in_its_words(name):
+    with pytest.raises(gz.CaptureError, match="expects"):
+        evaluate(REFUSED[name], torch.ones(4))
+
+
 DRAWS = {
     "rand": (lambda x: torch.rand(200, 100), 0.5, 1 / 12),
     "rand_like": (lambda x: torch.rand_like(x), 0.5, 1 / 12),

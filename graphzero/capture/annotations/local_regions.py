@@ -62,9 +62,14 @@ def regions(runs: Runs) -> Iterator[None]:
         yield
 
 
+def is_inside_region() -> bool:
+    """Return whether per-rank code is being traced."""
+    return _inside.get()
+
+
 def refuse_inside(what: str, hint: str, build: CodeType | None = None) -> None:
     """Raise CaptureError where per-rank code is being traced."""
-    if _inside.get():
+    if is_inside_region():
         raise problem_here(what, hint, build)
 
 

@@ -54,6 +54,14 @@ def gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """``torch.nn.functional.one_hot``; for a class that does not exist the kernel of ``gather`` raises."""
+    if num_classes < 1 or tensor.dtype != torch.int64:
+        return F.one_hot(tensor, num_classes)
+    classes = torch.arange(num_classes, device=tensor.device)
+    return F.one_hot(classes.gather(0, tensor.reshape(-1)).view(tensor.shape), num_classes)
+
+
 def cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Tensor:
     """``torch.cov`` of real numbers without weights."""
     if fweights is not None or aweights is not None or input.is_complex() or input.dim() > 2:
@@ -77,5 +85,6 @@ def corrcoef(input: Tensor) -> Tensor:
 
 
 STAND_INS = {
-    F.gaussian_nll_loss: gaussian_nll_loss, torch.cov: cov, torch.corrcoef: corrcoef, F.embedding_bag: embedding_bag,
+    F.gaussian_nll_loss: gaussian_nll_loss, F.one_hot: one_hot, F.embedding_bag: embedding_bag, torch.cov: cov,
+    torch.corrcoef: corrcoef,
 }  # fmt: skip

@@ -97,33 +97,39 @@ _nll(aten.nll_loss_forward.default, aten.nll_loss_backward.default)
 _nll(aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default)
 
 
-def _mean_of_rows(op: Any) -> None:
-    """A loss of rows, or its gradient: the mean is the sum, divided by the number of rows."""
+def _rows(x: Tensor) -> int:
+    return x.shape[0] if x.dim() > 1 else 0
+
+
+def _mean_by_sum(op: Any, count: Callable[[Tensor], int]) -> None:
+    """A loss, or its gradient: the mean is the sum, divided by what ``count`` says of the scores, unless that is 0."""
 
     @rule(op)
     def reduced(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(argument_names(op), args, strict=False)), **kwargs}
-        if given.get("reduction", MEAN) != MEAN or given["self"].dim() < 2:
+        number = count(given["self"]) if given.get("reduction", MEAN) == MEAN else 0
+        if not number:
             return NotImplemented
-        rows, given["reduction"] = given["self"].shape[0], SUM
+        given["reduction"] = SUM
         if "grad_output" in given:
-            return op(**{**given, "grad_output": given["grad_output"] / rows})
+            return op(**{**given, "grad_output": given["grad_output"] / number})
         result = op(**given)
-        return (result[0] / rows, *result[1:]) if isinstance(result, tuple) else result / rows
+        return (result[0] / number, *result[1:]) if isinstance(result, tuple) else result / number
 
 
-_mean_of_rows(aten.multi_margin_loss.default)
-_mean_of_rows(aten.multi_margin_loss_backward.default)
-_mean_of_rows(aten.multilabel_margin_loss_forward.default)
-_mean_of_rows(aten.multilabel_margin_loss_backward.default)
+_mean_by_sum(aten.binary_cross_entropy.default, Tensor.numel)  # its kernel raises for what is no probability
+_mean_by_sum(aten.binary_cross_entropy_backward.default, Tensor.numel)
+_mean_by_sum(aten.multi_margin_loss.default, _rows)
+_mean_by_sum(aten.multi_margin_loss_backward.default, _rows)
+_mean_by_sum(aten.multilabel_margin_loss_forward.default, _rows)
+_mean_by_sum(aten.multilabel_margin_loss_backward.default, _rows)
 
 
 _BORROWED = (
     "mse_loss", "mse_loss_backward", "smooth_l1_loss", "smooth_l1_loss_backward", "huber_loss", "huber_loss_backward",
-    "binary_cross_entropy", "binary_cross_entropy_backward", "binary_cross_entropy_with_logits", "soft_margin_loss",
-    "soft_margin_loss_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "_weight_norm_interface",
-    "rrelu_with_noise_backward", "mv", "dot", "vdot", "trace", "dist", "aminmax", "linalg_cross",
-    "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "_chunk_cat",
+    "binary_cross_entropy_with_logits", "soft_margin_loss", "soft_margin_loss_backward", "_fused_rms_norm",
+    "_fused_rms_norm_backward", "_weight_norm_interface", "rrelu_with_noise_backward", "mv", "dot", "vdot", "trace",
+    "dist", "aminmax", "linalg_cross", "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "_chunk_cat",
 )  # fmt: skip
 for _name in _BORROWED:  # torch's own, made of ops that have rules or that are met above
     _op = getattr(getattr(aten, _name, None), "default", None)

@@ -26,6 +26,8 @@ def attention(
         attn_mask = None if attn_mask is None else _narrow(attn_mask)
         with torch.autocast("cpu", enabled=False):
             return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
     if enable_gqa and query.shape[-3] != key.shape[-3]:
         key = repeat_heads(key, query.shape[-3] // key.shape[-3])
         value = repeat_heads(value, query.shape[-3] // value.shape[-3])

@@ -17,8 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
+from graphzero.capture.annotations.local_regions import is_inside_region
 from graphzero.capture.host_values.floats import has_inputs, numbers_of, symbols_of, tensor_of
 from graphzero.capture.host_values.folding import folded_call, has_mask
+from graphzero.capture.host_values.kernel_checks import KERNEL_CHECKS
 from graphzero.capture.host_values.masks import (
     MaskedSelection,
     data_dependent_shape_problem,
@@ -183,7 +185,11 @@ class OpMode(TorchDispatchMode):
         fold = folded_call(func, args, kwargs or {}) if _sized_by_values(func, args) else None
         if fold is None:
             self._refuse(func, args, kwargs)
-        source = user_frame() if func is not CHECK else ", called from ".join(user_frames(3, until=self.build))
+        source = (
+            user_frame()
+            if func is not CHECK and func not in KERNEL_CHECKS
+            else ", called from ".join(user_frames(3, until=self.build))
+        )
         module = running_module(self.modules, self.build)
         if self.line and source == self.backward_line:
             source, module = self.line, self.module
@@ -191,6 +197,8 @@ class OpMode(TorchDispatchMode):
             self.lines[_compat.sequence_number()] = source, module
         before = (args[0].shape, args[0].stride()) if torch.Tag.inplace_view in func.tags else None
         with _compat.annotate({"phase": self.phase, "source": source, "module": module}):
+            if func in KERNEL_CHECKS and not is_inside_region():
+                self.value_reads.check(*KERNEL_CHECKS[func](*args, **(kwargs or {})))
             result = fold() if fold else self.value_reads.bounded(func, args, kwargs or {})
         if before is not None and before != (result.shape, result.stride()):
             self._check_turned(args[0], func._schema.name.split("::")[1])
