@@ -13,8 +13,8 @@ from graphzero._compat.dispatch import (
     makes_tensors_of_numbers, op_packet, ops_with_autocast, overload_of_custom_op, spare_autocast, without_mkldnn,
 )  # fmt: skip
 from graphzero._compat.distributed import (
-    all_gather_single, break_gloo, dump_nccl_trace, fake_store, gloo, job_store, lost_by_gloo, mesh_of_other_ranks,
-    nccl, nccl_version, own_connection, prefixed, reduce_scatter_single, timeout_of,
+    all_gather_single, break_gloo, dump_nccl_trace, fake_store, forget_default_group, forget_groups, gloo, job_store,
+    lost_by_gloo, mesh_of_other_ranks, nccl, nccl_version, own_connection, prefixed, reduce_scatter_single, timeout_of,
 )  # fmt: skip
 from graphzero._compat.inductor import (
     clear_workspaces, end_failed_capture, inductor_compile, inductor_folder, inductor_lacks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -30,6 +31,24 @@ def timeout_of(group: dist.ProcessGroup) -> float:
             if timeout is not None:
                 return timeout.total_seconds()
     return default_pg_timeout.total_seconds()
+
+
+def forget_default_group() -> None:
+    """Take the default process group out of the default arguments of ``torch.distributed.nn.functional``.
+
+    Dynamo imports that module while a step is traced, and its functions keep the group that is the default one then:
+    it would outlive ``destroy_process_group``.  None stands for the default group of each call.
+    """
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in [] if module is None else list(vars(module).values()):
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(isinstance(default, dist.ProcessGroup) for default in defaults):
+            function.__defaults__ = tuple(None if isinstance(one, dist.ProcessGroup) else one for one in defaults)
+
+
+def forget_groups(mesh: DeviceMesh) -> None:
+    """Take the process groups out of a mesh of a world that has ended; before torch 2.13 it only has their names."""
+    getattr(mesh, "_pg_registry", {}).clear()
 
 
 def job_store(prefix: str) -> Any:

@@ -45,6 +45,13 @@ def _mesh(kind: str, make: Callable[..., Any], device_type: str, ranks: Ranks, n
     return mesh
 
 
+def keep(mesh: DeviceMesh) -> None:
+    """Keep a mesh of the user's as long as those that are made here: placements refer to meshes weakly, so that what
+    is kept of a process group can be let go of while placements live."""
+    forget_other_worlds()
+    _meshes_and_groups["given", id(mesh)] = mesh
+
+
 def is_stage_mesh(mesh: DeviceMesh) -> bool:
     """Return whether a mesh was made by ``stage_mesh_of``."""
     return any(key[0] == "stage mesh" and known == mesh for key, known in _meshes_and_groups.items())
@@ -64,7 +71,11 @@ def forget_other_worlds() -> None:
 
 
 def forget() -> None:
-    """Let go of everything: gloo's threads end with the last reference to a group."""
+    """Let go of everything: gloo's threads end with the last reference to a group, and a DTensor that lives on refers
+    to its mesh."""
+    for known in _meshes_and_groups.values():
+        if isinstance(known, DeviceMesh):
+            _compat.forget_groups(known)
     _meshes_and_groups.clear()
     _world[0] = None
 

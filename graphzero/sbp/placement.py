@@ -7,6 +7,7 @@ torch.distributed.  How a tensor lies on a placement is ``types``; who runs wher
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphzero.errors import PlacementError, shorten_repr
-from graphzero.sbp.meshes import ascend, mesh_of, stage_mesh_of
+from graphzero.sbp.meshes import ascend, keep, mesh_of, stage_mesh_of
 
 DEVICE_TYPES = ("cpu", "cuda")
 MICRO_BATCHES = "mb"  # the axis whose members run one after the other on the same ranks: time, as an axis
@@ -42,7 +43,7 @@ class Placement:
         self.virtual = virtual
         self.hierarchy = tuple(int(n) for n in ranks.shape)
         self._coordinates: dict[int, tuple[int, ...]] = {}
-        self._mesh: tuple[Any, DeviceMesh] | None = None  # with the world it was made in
+        self._mesh: tuple[weakref.ref[Any], weakref.ref[DeviceMesh]] | None = None  # with the world it was made in
         ranks.setflags(write=False)
 
     @property
@@ -146,13 +147,20 @@ class Placement:
                 f"this process is rank {dist.get_rank()}, which is not in {self!r}; "
                 "run the program on the ranks of its placement only"
             )
-        if self._mesh is None or self._mesh[0] is not dist.group.WORLD:
+        mesh = self._known_mesh()
+        if mesh is None:
             if self.size < dist.get_world_size() and not ascend(self.ranks):
                 raise PlacementError(
                     f"{self!r} is a part of the world; name its ranks in ascending order along each axis"
                 )
-            self._mesh = dist.group.WORLD, mesh_of(self.device_type, self.ranks, self.names)
-        return self._mesh[1]
+            mesh = mesh_of(self.device_type, self.ranks, self.names)
+            self._mesh = weakref.ref(dist.group.WORLD), weakref.ref(mesh)
+        return mesh
+
+    def _known_mesh(self) -> DeviceMesh | None:
+        if self._mesh is None or self._mesh[0]() is not dist.group.WORLD:
+            return None
+        return self._mesh[1]()
 
     def axes_of(self, mesh: DeviceMesh) -> tuple[int, ...] | None:
         """The placement's axes that the dims of ``mesh`` correspond to, seen from this process; None where the mesh is
@@ -163,7 +171,7 @@ class Placement:
         """
         if self.virtual or not dist.is_initialized() or dist.get_rank() not in self.ranks:
             return None
-        if self._mesh is not None and self._mesh[1] is mesh:
+        if self._known_mesh() is mesh:
             return tuple(range(len(self.names)))
         at, count = self.coordinate(dist.get_rank()), len(self.names)
         fits = []
@@ -212,7 +220,8 @@ def from_mesh(mesh: DeviceMesh) -> Placement:
     """The placement of a DeviceMesh, which ``.mesh()`` then gives back."""
     result = placement(mesh.device_type, mesh.mesh.cpu().numpy(), mesh.mesh_dim_names)
     if dist.is_initialized():
-        result._mesh = (dist.group.WORLD, mesh)
+        keep(mesh)
+        result._mesh = weakref.ref(dist.group.WORLD), weakref.ref(mesh)
     return result
 
 

@@ -55,7 +55,7 @@ from graphzero.runtime.transport.process_monitor import (
     ranks_on_host,
 )  # fmt: skip
 from graphzero.runtime.transport.shared_memory_connect import GLOO, connect_shared_memory, requested_transport
-from graphzero.runtime.transport.teardown import before_tear_down
+from graphzero.runtime.transport.teardown import before_tear_down, tear_down_at_exit
 from graphzero.runtime.transport.transport import Transport
 from graphzero.runtime.transport.watch_connections import watch_connections
 
@@ -329,6 +329,7 @@ def communicator(ids: Sequence[int]) -> Communicator:
     key = tuple(sorted(ids))
     known = _communicators.get(key)
     if known is None or known[0] is not dist.group.WORLD:
+        tear_down_at_exit()
         _count[key] = index = _count.get(key, 0) + 1
         known = _communicators[key] = (dist.group.WORLD, Communicator(key, index))
     return known[1]

@@ -5,7 +5,6 @@ Only what is made here is torn down, at interpreter exit.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import socket
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphzero.errors import PlacementError
 from graphzero.logs import event
 from graphzero.runtime.transport.process_monitor import LONG_WAIT, check_own_process
-from graphzero.runtime.transport.teardown import before_tear_down, tear_down
+from graphzero.runtime.transport.teardown import before_tear_down, tear_down_at_exit
 from graphzero.runtime.world import rendezvous
 from graphzero.runtime.world.accelerators import ACCELERATORS
 from graphzero.runtime.world.shared_gpus import check_shared_gpus, may_share_gpus
@@ -162,7 +161,7 @@ def ensure_world(device_type: str | None) -> None:
         raise
     finally:
         log_wait.cancel()
-    atexit.register(tear_down, dist.group.WORLD)
+    tear_down_at_exit(dist.group.WORLD)
     if accelerator is not None:
         gpus: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(gpus, accelerator.name_of(accelerator.module.current_device()))
