@@ -271,9 +271,13 @@ def check_check_agrees_with_plain_pytorch() -> None:
 
 def check_messages_arrive_at_the_wait_and_writing_to_them_before_is_refused() -> None:
     where = real()
+    graph = graph_on(where, model_of(), stages_of(2, 2), stage=2, micro_batches=4)
+    train(graph, where)
+    saved = copy.deepcopy(graph.full_state_dict())
 
     def results() -> list[Tensor]:
-        return train(graph_on(where, model_of(), stages_of(2, 2), stage=2, micro_batches=4), where)
+        graph.load_state_dict(saved)
+        return train(graph, where)
 
     def look_and_wait(step: StepMessages, number: int) -> list[Tensor]:
         looks.append(is_poison(step._posted[number][1][0]))
