@@ -165,10 +165,35 @@ def test_a_batch_norm_that_is_not_trained_is_that_of_the_batch():
 
 def test_what_a_micro_batch_reads_of_the_model_over_all_rows_is_warned_of_at_its_line():
     def loss(model, y, x, t):
-        return F.cross_entropy(y - y.mean(0), t)
+        return F.cross_entropy(y - y.mean(0).expand(ROWS, CLASSES), t)
 
     with pytest.warns(UserWarning, match=r"statistics of a micro-batch.*test_known_before.py:\d+ in loss"):
         Step(loss, 2)(*next(batches()))
+
+
+class InAnotherOrder(gz.Graph):
+    """Every rank has all rows of ``x``: their best two numbers, in another order, lie opposite those of ``y``."""
+
+    def __init__(self):
+        super().__init__(gz.placement("cpu", [0], virtual=True))
+        self.model = nn.ModuleList([nn.Linear(WIDTH, CLASSES), nn.Linear(CLASSES, CLASSES)])
+        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+        self.config.set_input("x", sbp=gz.sbp.B)
+        self.config.set_gradient_accumulation_steps(4)
+
+    def build(self, x, y, weights):
+        z = self.model[0](x)
+        best = self.model[1](z).tanh().topk(2, -1)[0][x[:, 0].argsort()]
+        each = (best - y).square().mean(1) + z.tanh().square().mean(1)
+        loss = (each * weights).sum() / weights.sum()
+        loss.backward()
+        return loss
+
+
+def test_rows_that_all_micro_batches_add_up_to_are_no_statistic_of_one():
+    """Gradients of rows in another order, of which a micro-batch knows its own; they were taken for a mean of all."""
+    with pytest.raises(gz.ConfigError, match=r"'tanh_backward_1' has rows that a sum over the micro-batches makes"):
+        InAnotherOrder()(torch.rand(8, WIDTH), torch.rand(8, 2), torch.rand(8))
 
 
 class RandomTerms:

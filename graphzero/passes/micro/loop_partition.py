@@ -17,12 +17,13 @@ from it, is that of the micro-batch instead (``estimated``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphzero.ir import ops, value
+from graphzero.ir import calls, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, FREE, SAME
 from graphzero.sbp.types import B, Sbp
@@ -156,6 +157,22 @@ class LoopPartition:
 
     def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
         return (user for user in node.users if user.op != "output" and user.target not in SHAPED)
+
+    @cached_property
+    def repeating_splits(self) -> dict[fx.Node, set[Sbp]]:
+        """Of each value that varies: splits that cut no rows of the batch, as of a mean that is expanded."""
+        splits: dict[fx.Node, set[Sbp]] = {}
+        for node in self.nodes:
+            if node in self.varying:
+                is_one_result = calls.is_op(node) and node not in self.estimated and not value.is_multi(node)
+                signatures = calls.allowed_on(node, None) if is_one_result else ()
+                pairs = [
+                    (one.outputs[0], zip(value.tensor_operands(node), one.inputs, strict=True)) for one in signatures
+                ]
+                splits[node] = {
+                    sbp for sbp, read in pairs if all(s.is_broadcast or s in splits.get(x, {s}) for x, s in read)
+                }
+        return splits
 
     def _varies(self, node: fx.Node) -> bool:
         if node in self.estimated:

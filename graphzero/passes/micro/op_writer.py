@@ -132,6 +132,8 @@ class OpWriter:
                 x = self.call(aten.mul.Tensor, (x, self.types.count), source, value.nd_of(x), part)
             return self.box(x, box, self.types.others(box, part), part)
         if want.is_split:
+            if want not in self.partition.repeating_splits.get(source, {want}):
+                raise self.errors.needs_whole_batch(source, "has rows that a sum over the micro-batches makes")
             return self.slice_of(x, box, part)
         if want.reduction == "sum":
             x = self._share_of(x, source, part)
