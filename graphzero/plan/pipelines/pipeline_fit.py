@@ -11,6 +11,7 @@ micro-batches in flight, has most left for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
@@ -298,7 +299,7 @@ def _traffic_choices(
         return choice, peak + sum(one.freed for one in candidates if one.name in choice), 0
 
     def price(choice: TrafficChoice) -> tuple[float, ...]:
-        return (-sum(seconds[name] for name in choice),)
+        return (-math.fsum(seconds[name] for name in choice),)  # the order of a set differs between processes
 
     every = frozenset(seconds)  # buckets that are not there may be more than what stays
     tried = {TrafficChoice(): TriedProgram(peak, 0), every: (yield every)}
