@@ -16,7 +16,12 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-LOADED = ["torch._dynamo", "torch.distributed.tensor", "graphzero.graph"]
+LOADED = [
+    "torch._dynamo", "torch.distributed.tensor", "graphzero.graph",
+    # what a first step imports
+    "graphzero.plugins.stacked_updates", "graphzero.sbp.rules", "sympy.assumptions.wrapper", "sympy.tensor.tensor",
+    "torch._inductor.fx_passes.dedupe_symint_uses", "torch.fx.experimental.validator",
+]  # fmt: skip
 
 
 def context() -> Any:

@@ -27,12 +27,12 @@ def everyone():
 
 def check_a_new_graph_loads_before_its_first_step():
     folder = shared_folder("new")
-    for stage in (0, 3):
+    for stage, others in ((0, (1, 3)), (3, (0, 3))):
         old = clipped_graph(everyone(), stage)
         losses(old, 0)
         gz.save(old, folder / str(stage))
         wanted = losses(old, 2)
-        for other in (0, 1, 3):
+        for other in others:
             new = clipped_graph(everyone(), other, seed=7)
             gz.load(new, folder / str(stage))
             held = [x for state in new.optimizer.state.values() for x in state.values() if x.numel() >= 4]

@@ -31,10 +31,18 @@ pytestmark = pytest.mark.strict
 B, S = gz.sbp.B, gz.sbp.S
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
-def test_token_means_over_ragged_rows_are_those_of_plain_torch(stage):
+@pytest.mark.parametrize(
+    ("stage", "counts"),
+    [
+        (0, (1, 2, 4, 8)),
+        pytest.param(1, (8,), marks=pytest.mark.slow),
+        pytest.param(2, (4,), marks=pytest.mark.slow),
+        (3, (2, 8)),
+    ],
+)
+def test_token_means_over_ragged_rows_are_those_of_plain_torch(stage, counts):
     wanted = plain(Words, tokens, sentences())
-    for parts in (1, 2, 4, 8):
+    for parts in counts:
         same(trained(micro_batch_graph(Words, tokens, parts, stage), sentences()), wanted)
 
 
@@ -118,7 +126,7 @@ def split_over_tp(model, place, names):
         (("dp", "tp"), (0, 3)),
         pytest.param(("dp", "tp"), (1, 2), marks=pytest.mark.slow),
         (("tp", "dp"), (2,)),
-        pytest.param(("tp", "dp"), (0, 1, 3), marks=pytest.mark.slow),
+        pytest.param(("tp", "dp"), (1, 3), marks=pytest.mark.slow),
         (("tp",), (0,)),
         (("dp_replicate", "dp_shard"), (0,)),
     ],
