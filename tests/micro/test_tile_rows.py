@@ -131,6 +131,7 @@ def test_what_needs_all_rows_at_once_stays_as_it_is(name):
         check_against_plain(Train(made(), WHOLE[name], 0, 4), made(), WHOLE[name])
 
 
+@pytest.mark.filterwarnings("ignore:no axis of")
 def test_logits_that_the_step_hands_out_stay_whole():
     class Both(Train):
         def build(self, ids, labels):
@@ -138,9 +139,12 @@ def test_logits_that_the_step_hands_out_stay_whole():
             entropy(logits, labels).backward()
             return logits
 
-    graph = Both(made(), None, 0, 4)
-    graph(*batches(1)[0])
-    assert "the step hands out" in graph.plan.decisions[-1]
+    for where, sbp in (("dp", gz.sbp.S(0)), ("cp", gz.sbp.S(1))):  # those of a sequence are joined behind backward
+        graph = Both(made(), None, 0, 4, gz.placement("cpu", range(2), names=(where,), virtual=True))
+        for name in ("ids", "labels"):
+            graph.config.set_input(name, sbp=sbp)
+        graph(*(x[:, :4] for x in batches(1)[0]))
+        assert "nothing is computed in 4 tiles of rows" in graph.plan.decisions[-1]
 
 
 def test_an_evaluation_is_in_tiles_too():

@@ -186,7 +186,9 @@ class _Growing:
     def _add(self, node: fx.Node) -> None:
         """Put an op inside, and what makes large operands of it."""
         if node.op == "output" or value.phase_of(node) == "update":
-            read = next(x for x in node.all_input_nodes if x in self.inside)
+            read = next((x for x in node.all_input_nodes if x in self.inside), None)
+            if read is None:
+                raise NoRegion(f"it reads '{node.name}', which is made when backward has ended")
             raise NoRegion(f"{'the step hands out' if node.op == 'output' else 'the update reads'} '{read.name}'")
         if len(self.inside) == LONGEST:
             raise NoRegion(f"it is connected to more than {LONGEST} ops")
