@@ -73,9 +73,10 @@ def eager(model: nn.Module, inputs: list[tuple[Tensor, ...]]) -> tuple[list[floa
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "place", "stage"),
+    [(kind, place, (0, 2, 3)[(i + j) % 3]) for i, kind in enumerate(KINDS) for j, place in enumerate(PLACES)],
+)  # any two of the three meet
 def test_bags_of_one_length_train_split_as_in_plain_pytorch(kind: str, place: str, stage: int) -> None:
     where, model = placed(place), Bags(**KINDS[kind]).to(D)
     if "tp" in where.names:
