@@ -12,7 +12,7 @@ import html
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -353,7 +353,6 @@ class Graph:
     @_compat.cpu_by_default
     def __repr__(self) -> str:
         entries, state, last = modules.tensors(self._source.modules), self._source.state(), self._selection.last
-        nds = {path: state.nd_of(entry.tensor) for path, entry in entries.items()}
         body = str(last.graph) if last else "  (not compiled: call it, or graph.compile(...))"
         lines = [
             f"{self.name}({self.placement!r})",
@@ -361,7 +360,7 @@ class Graph:
             *(last.decisions if last else ()),
             *(f"along {axis} {way}" for axis, way in self._source.transports.items()),
             "parameters:",
-            *_parameter_lines(entries, nds),
+            *(_parameter_line(x, state.nd_of(x.tensor)) for x in entries.values() if x.kind == "param"),
         ]
         return "\n".join([*lines, body.rstrip()])
 
@@ -440,12 +439,7 @@ class Graph:
         return last
 
 
-def _parameter_lines(tensors: Mapping[str, ModuleTensor], nds: Mapping[str, Nd]) -> list[str]:
-    """Path, type and SBP of every parameter, for ``repr``."""
-    lines = []
-    for path, entry in tensors.items():
-        if entry.kind == "param":
-            sbp = ", ".join(map(str, nds[path]))
-            kind = " DTensor" if isinstance(entry.tensor, DTensor) else ""
-            lines.append(f"  {path}: {tensor_text(entry.tensor)} {sbp}{kind}")
-    return lines
+def _parameter_line(entry: ModuleTensor, nd: Nd) -> str:
+    """Path, type and SBP of a parameter, for ``repr``."""
+    kind = " DTensor" if isinstance(entry.tensor, DTensor) else ""
+    return f"  {entry.path}: {tensor_text(entry.tensor)} {', '.join(map(str, nd))}{kind}"

@@ -279,20 +279,23 @@ def _output_sbp(bound: _Bound, j: int, split: Split, reduction: str, chosen: tup
 
 def _additive(bound: _Bound, chosen: tuple[int, ...], outputs: list[Sbp]) -> bool:
     """Truth values do not add, and a float that becomes an integer is rounded before the sum."""
-    metas = [m for m in bound.results if m is not None]
-    partial_out = [m for m, sbp in zip(metas, outputs, strict=True) if sbp.is_partial]
-    dtypes = [m.dtype for i in chosen if isinstance(m := bound.given[i], TensorMeta)]
-    if any(m.dtype == torch.bool for m in partial_out) or torch.bool in dtypes:
-        return False
-    return all(_is_real(m.dtype) for m in partial_out) or not any(_is_real(d) for d in dtypes)
+    given, summed = _partial_dtypes(bound, chosen, outputs)
+    return torch.bool not in (*given, *summed) and (all(map(_is_real, summed)) or not any(map(_is_real, given)))
 
 
 def _ordered(bound: _Bound, chosen: tuple[int, ...], outputs: list[Sbp]) -> bool:
     """Complex numbers have no maximum."""
-    given = [m for i in chosen if isinstance(m := bound.given[i], TensorMeta)]
-    metas = [m for m in bound.results if m is not None]
-    partial_out = [m for m, sbp in zip(metas, outputs, strict=True) if sbp.is_partial]
-    return not any(m.dtype.is_complex for m in (*given, *partial_out))
+    given, summed = _partial_dtypes(bound, chosen, outputs)
+    return not any(dtype.is_complex for dtype in (*given, *summed))
+
+
+def _partial_dtypes(
+    bound: _Bound, chosen: tuple[int, ...], outputs: list[Sbp]
+) -> tuple[list[torch.dtype], list[torch.dtype]]:
+    """Dtypes of the operands that are chosen, and of the results that are partial."""
+    metas = (m for m in bound.results if m is not None)
+    given = [m.dtype for i in chosen if isinstance(m := bound.given[i], TensorMeta)]
+    return given, [m.dtype for m, sbp in zip(metas, outputs, strict=True) if sbp.is_partial]
 
 
 def _is_real(dtype: torch.dtype) -> bool:

@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ class _FileReader:
 
     def read_verified(self, checksums: FileChecksums) -> None:
         checksum = Checksum()
-        for number in sorted(_block_numbers(self._all)):
+        blocks = (range(one.start // BLOCK, (one.end - 1) // BLOCK + 1) for one in self._all)
+        for number in sorted(set(chain.from_iterable(blocks))):
             start, end = number * BLOCK, min((number + 1) * BLOCK, checksums.nbytes)
             with contextlib.suppress(AttributeError, OSError):  # where the system has no such call
                 os.posix_fadvise(self._file.fileno(), start, _READ_AHEAD * BLOCK, os.POSIX_FADV_WILLNEED)
@@ -146,7 +148,3 @@ class _FileReader:
                 into = into[count:]
         except OSError as error:
             raise CheckpointError(f"{self._path} cannot be read: {error.strerror}") from error
-
-
-def _block_numbers(ranges: Iterable[ByteRange]) -> set[int]:
-    return {number for one in ranges for number in range(one.start // BLOCK, (one.end - 1) // BLOCK + 1)}

@@ -17,7 +17,6 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage import inplace, kernel_forms
 from graphzero.ir.storage.liveness import Bytes, bytes_held, liveness
-from graphzero.ir.storage.roots import Storage
 
 Positions = Bytes  # of nodes of a program
 
@@ -32,7 +31,8 @@ class StorageSpans:
 
     def __init__(self, graph: StepGraph):
         at = liveness(graph)
-        self.storages = [span for span in at.spans() if span.begin >= 0 and _takes_memory(span.storage)]
+        of_step = (span for span in at.spans() if span.begin >= 0)
+        self.storages = [span for span in of_step if span.storage[0].target not in inplace.OVER_OPERANDS]
         self.index = {span.storage: k for k, span in enumerate(self.storages)}
         self.nbytes = int_array(span.nbytes for span in self.storages)
         self.begin, self.end = int_array(x.begin for x in self.storages), int_array(x.end for x in self.storages)
@@ -56,11 +56,6 @@ class StorageSpans:
 def int_array(numbers: Iterable[int]) -> Bytes:
     """Whole numbers as an array."""
     return np.array(list(numbers), dtype=np.int64)
-
-
-def _takes_memory(storage: Storage) -> bool:
-    """Return whether a storage takes memory: not one that an optimizer's kernel writes over its operands."""
-    return storage[0].target not in inplace.OVER_OPERANDS
 
 
 def _overwritable(graph: StepGraph, node: fx.Node) -> Iterator[fx.Node]:

@@ -268,9 +268,8 @@ class SortedRows:
             enters = {(x, entry_sbp(x, want)) for x, have, want in pairs if have is None}
             is_one_each = len(dict(enters)) == len(enters)
             if fits and adds_or_rows and is_one_each and not finds_rows_by_number(node, signature):
-                remaining = iter(signature.outputs)
-                facts = tuple(None if meta is None else self._fact_of(next(remaining)) for meta in results)
-                return RowOp(facts, dict(enters))
+                new_facts = (Fact(RowKind.SORTED if sbp.is_split else RowKind.SUM, sbp) for sbp in signature.outputs)
+                return RowOp(tuple(None if meta is None else next(new_facts) for meta in results), dict(enters))
         return None
 
     # ---- what values are
@@ -287,6 +286,3 @@ class SortedRows:
 
     def _are_rows(self, shape: Sequence[int], sbp: Sbp) -> bool:
         return sbp.is_split and sbp.sections == 1 and shape[sbp.dim] == self.rows
-
-    def _fact_of(self, sbp: Sbp) -> Fact:
-        return Fact(RowKind.SORTED if sbp.is_split else RowKind.SUM, sbp)

@@ -95,7 +95,7 @@ def may_be_used_in_place(graph: StepGraph, use: fx.Node, axis: int) -> bool:
     is_split = value.nd_of(param)[axis] is S(0) and graph.placement.names[axis] in graph.placement.batch_axes
     if not is_split or len(shape) != 3 or shape[0] % graph.placement.hierarchy[axis]:
         return False
-    return all(_multiplies_groups(*read) for read in _readers(use, axis))
+    return all(reader.target is GROUPED_MM and x in reader.args[:2] for reader, x in _readers(use, axis))
 
 
 def _readers(x: fx.Node, axis: int) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -108,10 +108,6 @@ def _readers(x: fx.Node, axis: int) -> Iterator[tuple[fx.Node, fx.Node]]:
             yield from _readers(user, axis)
         else:
             yield user, x
-
-
-def _multiplies_groups(reader: fx.Node, x: fx.Node) -> bool:
-    return reader.target is GROUPED_MM and x in reader.args[:2]
 
 
 def _split_groups(graph: StepGraph, axis: AxisPropagation) -> Iterator[fx.Node]:

@@ -195,7 +195,7 @@ class _Former:
         waits_for = (*(read_by(node) if taken else node.all_input_nodes), *orders)
         hangs = any(other in opened.behind for other in waits_for)
         reads = any(other in opened.nodes for other in waits_for)
-        if taken and not is_name_or_view(node) and (hangs or self._is_late()):
+        if taken and not is_name_or_view(node) and (hangs or (opened.lag or 0) > self._longest):
             self._close()
             self._place(node, orders)
         elif hangs:
@@ -214,9 +214,6 @@ class _Former:
             self._open.lag = 0.0
         if node.target is CHECK:
             self._close()
-
-    def _is_late(self) -> bool:
-        return self._open.lag is not None and self._open.lag > self._longest
 
     def _close(self) -> None:
         """End the region; views that stand behind it begin the next one, unless something before that reads them."""
