@@ -23,7 +23,7 @@ from graphzero import _compat
 from graphzero.ir import value
 from graphzero.ir.transfer_layout import shape_on
 from graphzero.runtime.execute.executor import Executor
-from graphzero.runtime.world import launch
+from graphzero.runtime.world import launch, shared_gpus
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.runtime.world.world import device_of
 
@@ -269,11 +269,49 @@ def test_ranks_on_one_gpu_are_named_before_nccl_meets_them(monkeypatch, taken, n
     monkeypatch.setattr(dist, "init_process_group", backends.append)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "all_gather_object", lambda all_names, name: all_names.__setitem__(slice(None), names))
-    monkeypatch.setattr(launch.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(launch, "tear_down_at_exit", lambda *_: None)
     with pytest.raises(gz.PlacementError, match=refused) if refused else nullcontext():
         launch.ensure_world("cuda")
     assert taken == [0] and backends == ["cpu:gloo,cuda:nccl"]
-    assert launch._device_type(4) == ("cuda" if switch == "1" and nccl >= (2, 30) else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("seen", "count", "switch", "chosen"),
+    [
+        ("abcd", 1, "", "cuda"),  # a launcher shows each process its own
+        ("abcb", 1, "", "cpu"),
+        ("aaaa", 1, "1", "cuda"),
+        ("aaaa", 4, "", "cuda"),  # all on the first one still, in a process group of the user's
+        ("ab-d", 1, "", "cpu"),
+        ("----", 0, "", "cpu"),
+    ],
+)
+def test_a_graph_without_a_placement_is_on_gpus_where_each_rank_has_its_own(
+    monkeypatch, caplog, taken, seen, count, switch, chosen
+):
+    def gather(own, purpose):
+        name = f"one of {count}, for rank 0" if count >= 4 else "a"
+        assert own == (("cuda", name) if count else ("cpu", ""))
+        others = [("cpu", "") if x == "-" else ("cuda", x if count < 4 else f"of rank {i}") for i, x in enumerate(seen)]
+        return [own, *others[1:]]
+
+    connections = SimpleNamespace(device_type=None, rank=0, all_gather=gather)
+    monkeypatch.setenv(SWITCH, switch)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
+    monkeypatch.setattr(_compat, "nccl_version", lambda: (2, 30, 7))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(shared_gpus, "communicator", lambda ranks: connections)
+    assert shared_gpus.device_type_of(4) == chosen == connections.device_type
+    warned = [record.getMessage() for record in caplog.records]
+    assert bool(warned) == (chosen == "cpu" and count > 0), warned
+    assert (
+        not warned or "not every rank has a GPU of its own" in warned[0] and 'gz.placement("cpu", ranks)' in warned[0]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")

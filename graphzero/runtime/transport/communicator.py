@@ -68,6 +68,7 @@ class Communicator(GroupMessages):
     ids: their global numbers, ascending.  limit: seconds to wait for another rank, the job's timeout.
     generation: how often it has been revoked.  label, number: of the call under way.
     has_own_gpus: whether it is known that NCCL may send between its ranks.
+    device_type: of a Graph without a placement on these ranks, if that is known.
     """
 
     def __init__(self, ids: Sequence[int], index: int) -> None:
@@ -77,6 +78,7 @@ class Communicator(GroupMessages):
         self.limit = _compat.timeout_of(_world())
         self.generation, self.label, self.number = 0, "", 0
         self.has_own_gpus = False
+        self.device_type: str | None = None
         self._store = _compat.job_store(f"graphzero {','.join(map(str, ids))} {index}")
         self.wait_state = WaitState()
         self._places: dict[int, tuple[str | None, int]] = {}  # ``process_location`` of all, when they have come

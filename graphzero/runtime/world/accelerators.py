@@ -26,6 +26,11 @@ class Accelerator:
         return torch.get_device_module(self.device_type)
 
     @property
+    def is_built(self) -> bool:
+        """Return whether this torch has code for such devices."""
+        return bool(getattr(torch.backends, self.device_type).is_built())
+
+    @property
     def is_available(self) -> bool:
         return bool(self.module.is_available())
 

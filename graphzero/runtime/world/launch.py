@@ -21,7 +21,7 @@ from graphzero.runtime.transport.process_monitor import LONG_WAIT, check_own_pro
 from graphzero.runtime.transport.teardown import before_tear_down, tear_down_at_exit
 from graphzero.runtime.world import rendezvous
 from graphzero.runtime.world.accelerators import ACCELERATORS
-from graphzero.runtime.world.shared_gpus import check_shared_gpus, may_share_gpus
+from graphzero.runtime.world.shared_gpus import check_shared_gpus, device_type_of
 from graphzero.sbp import meshes
 from graphzero.sbp.placement import Placement, as_placement, placement
 
@@ -87,10 +87,10 @@ def resolve(wanted: Placement | DeviceMesh | None) -> Placement:
     check_own_process()
     if wanted is None:
         if is_alone():
-            return placement(_device_type(1), range(1), virtual=True)
+            return placement(_device_type(), range(1), virtual=True)
         ensure_world(None)
         size = dist.get_world_size()
-        return placement(_device_type(size), range(size))
+        return placement("cpu" if has_fake_world() else device_type_of(size), range(size))
     return located(wanted)
 
 
@@ -135,7 +135,7 @@ def ensure_world(device_type: str | None) -> None:
             f"this process has no process group: its first try to connect with the other ranks failed: {_failures[0]}\n"
             "  Others may wait for that try still, so there is no second one: start all processes anew"
         )
-    kind = device_type or _device_type(int(os.environ["WORLD_SIZE"]))
+    kind = device_type or _device_type()
     accelerator = ACCELERATORS.get(kind)
     if accelerator is not None:
         if not accelerator.count:
@@ -162,7 +162,7 @@ def ensure_world(device_type: str | None) -> None:
     finally:
         log_wait.cancel()
     tear_down_at_exit(dist.group.WORLD)
-    if accelerator is not None:
+    if accelerator is not None and device_type is not None:
         gpus: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(gpus, accelerator.name_of(accelerator.module.current_device()))
         check_shared_gpus(kind, dict(enumerate(gpus)))
@@ -195,12 +195,6 @@ def _log_wait() -> None:
 before_tear_down(meshes.forget)
 
 
-def _device_type(ranks: int) -> str:
-    """Return "cuda" if every rank of a machine has a GPU of its own, or may share one, else "cpu"."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    enough = (
-        kind
-        for kind, its in ACCELERATORS.items()
-        if its.is_available and (its.count >= here or its.count and may_share_gpus())
-    )
-    return "cpu" if has_fake_world() else next(enough, "cpu")
+def _device_type() -> str:
+    """Return "cuda" if this process sees a GPU, else "cpu"."""
+    return next((kind for kind, its in ACCELERATORS.items() if its.is_available and its.count), "cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from graphzero import _compat
 from graphzero.errors import PlacementError
+from graphzero.logs import event
 from graphzero.runtime.transport.communicator import communicator
 from graphzero.runtime.transport.failure_diagnosis import rank_list
 from graphzero.runtime.world.accelerators import ACCELERATORS
@@ -23,6 +25,41 @@ _SINCE = (2, 30)
 def may_share_gpus() -> bool:
     """Return whether NCCL takes several ranks on one GPU."""
     return os.environ.get(_SWITCH, "") not in ("", "0") and _compat.nccl_version() >= _SINCE
+
+
+def device_type_of(ranks: int) -> str:
+    """Return "cuda" if every rank of the job has a GPU of its own, or may share one, else "cpu"; all ranks call it.
+
+    A rank whose process sees fewer GPUs than its machine has ranks may see its own alone, as launchers of clusters set
+    it, or one that others use too: the names of GPUs decide.
+    """
+    if not any(accelerator.is_built for accelerator in ACCELERATORS.values()):
+        return "cpu"
+    connections = communicator(range(ranks))
+    if connections.device_type is None:
+        gpus = connections.all_gather(_own_gpu(ranks), "all ranks to say which GPU they use")
+        kinds, names = {kind for kind, _ in gpus}, [name for _, name in gpus]
+        is_own = len({*names}) == ranks or may_share_gpus()
+        connections.device_type = kinds.pop() if len(kinds) == 1 and is_own else "cpu"
+        if connections.device_type == "cpu" and any(names) and connections.rank == 0:
+            text = (
+                f"{ranks} ranks run on the CPU: not every rank has a GPU of its own ({sum(map(bool, names))} ranks see "
+                f"one, {len({*names} - {''})} of them another than the ranks before). Start as many processes as there "
+                'are GPUs, or choose: gz.placement("cpu", ranks) is without this warning'
+            )
+            event("device", text, logging.WARNING, ranks=ranks)
+    return connections.device_type
+
+
+def _own_gpu(ranks: int) -> tuple[str, str]:
+    """The type of this rank's device, and its name where it is a GPU."""
+    for kind, accelerator in ACCELERATORS.items():
+        if accelerator.is_available and accelerator.count:
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+            if accelerator.count >= here:  # whoever made the process group may not have chosen one of them yet
+                return kind, f"one of {accelerator.count}, for rank {dist.get_rank()}"
+            return kind, accelerator.name_of(accelerator.module.current_device())
+    return "cpu", ""
 
 
 def check_own_gpus(place: Placement, device: torch.device, backends: Iterable[str]) -> None:
