@@ -23,7 +23,7 @@ sys.path[:0] = [{here!r}, {tests!r}]
 from staged import Net, batches, staged_graph, stages_of
 
 def make(placement, stage):
-    graph = staged_graph(Net(), stages_of(4, 2), placement, micro_batches=4, stage=stage, clip=0.1)
+    graph = staged_graph(Net(2), stages_of(2, 2), placement, micro_batches=4, stage=stage, clip=0.1)
     return graph, [x[:8] for x in batches(1)[0]]
 """
 
@@ -40,7 +40,7 @@ def test_the_command_plans_what_the_graph_compiles_to(file: str) -> None:
     report = planned(file, where, (1, 3), device)
     for one in report.stages:
         torch.manual_seed(0)
-        graph = staged_graph(Net(), stages_of(4, 2), placement(2, 2), micro_batches=4, stage=one.stage, clip=0.1)
+        graph = staged_graph(Net(2), stages_of(2, 2), placement(2, 2), micro_batches=4, stage=one.stage, clip=0.1)
         graph.compile(*batches(1)[0])
         program = graph.compiled_program("test")
         plan, pipeline = graph.plan, program.part.pipeline

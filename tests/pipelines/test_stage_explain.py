@@ -18,7 +18,7 @@ from graphzero.ops import MOVE
 def graph() -> Any:
     torch.manual_seed(0)
     loss: Any = lambda model, x, y: F.cross_entropy(model(x), y)  # noqa: E731
-    graph = staged_graph(Net(), stages_of(4, 2), placement(2, 2), micro_batches=4, stage=2, clip=0.1, loss_fn=loss)
+    graph = staged_graph(Net(2), stages_of(2, 2), placement(2, 2), micro_batches=4, stage=2, clip=0.1, loss_fn=loss)
     return graph.compile(*batches(1)[0])
 
 

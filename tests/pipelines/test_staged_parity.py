@@ -79,15 +79,16 @@ def test_all_schedules_at_all_stages_of_zero(schedule: str, stage: int, micro_ba
 @pytest.mark.parametrize(("shape", "names"), [((4,), ("pp",)), ((2, 2), ("dp", "pp")), ((2, 2, 2), ("pp", "dp", "tp"))])
 def test_any_place_of_the_axis(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     stages = shape[names.index("pp")]
-    assert compare(Net(), stages_of(4, stages), placement(*shape, names=names), micro_batches=4, clip=0.1) == 0
+    model, marks = Net(stages), stages_of(stages, stages)
+    assert compare(model, marks, placement(*shape, names=names), micro_batches=4, clip=0.1) == 0
 
 
 def test_tensor_splits_within_stages() -> None:
     """Three dimensions: a linear layer of each stage split over tp, states over dp."""
     results = []
-    for marks in (stages_of(4, 2), None):
+    for marks in (stages_of(2, 2), None):
         torch.manual_seed(0)
-        where, model = placement(2, 2, 2, names=("pp", "dp", "tp")), Net()
+        where, model = placement(2, 2, 2, names=("pp", "dp", "tp")), Net(2)
         graph = staged_graph(model, marks, where, micro_batches=4, clip=0.1, stage=2)
         split = {"up.weight": gz.sbp.S(0), "up.bias": gz.sbp.S(0), "down.weight": gz.sbp.S(1)}
         for layer in model.layers:
@@ -100,7 +101,9 @@ def test_tensor_splits_within_stages() -> None:
 
 
 def test_random_draws_are_those_without_stages() -> None:
-    assert compare(Net(dropout=0.3), stages_of(4, 2), placement(2, 2), schedule="zb1p", micro_batches=4, stage=3) == 0
+    assert (
+        compare(Net(2, dropout=0.3), stages_of(2, 2), placement(2, 2), schedule="zb1p", micro_batches=4, stage=3) == 0
+    )
 
 
 class Scaled(Residual):
@@ -118,25 +121,25 @@ def test_a_cut_within_a_residual_block() -> None:
 
 def test_mixed_precision() -> None:
     options: dict[str, Any] = {"micro_batches": 4, "clip": 0.1, "stage": 2, "dtype": torch.bfloat16}
-    assert compare(Net(), stages_of(4, 2), placement(2, 2), **options) == 0
+    assert compare(Net(2), stages_of(2, 2), placement(2, 2), **options) == 0
 
 
 def test_a_scaled_loss_differs_by_rounding() -> None:
     """Adam of an earlier stage is not one kernel where its count waits for the check of all gradients."""
     options: dict[str, Any] = {"micro_batches": 4, "stage": 1, "dtype": torch.float16}
-    assert compare(Net(), stages_of(4, 2), placement(2, 2), **options) < 1e-6
+    assert compare(Net(2), stages_of(2, 2), placement(2, 2), **options) < 1e-6
 
 
 def test_a_tied_weight_is_moved_once_a_step_and_its_gradients_are_added_behind_the_loop() -> None:
-    model, where = Net(tied=True).double(), placement(2, 2)
+    model, where = Net(2, tied=True).double(), placement(2, 2)
     for stage in (0, 3):
         options: dict[str, Any] = {"micro_batches": 4, "stage": stage, "schedule": "zb1p", "steps": 1}
         torch.set_default_dtype(torch.float64)
         try:
-            assert compare(copy.deepcopy(model), stages_of(4, 2), where, **options) < 1e-14
+            assert compare(copy.deepcopy(model), stages_of(2, 2), where, **options) < 1e-14
         finally:
             torch.set_default_dtype(torch.float32)
-    graph = staged_graph(Net(tied=True), stages_of(4, 2), where, micro_batches=4, stage=3)
+    graph = staged_graph(Net(2, tied=True), stages_of(2, 2), where, micro_batches=4, stage=3)
     graph.compile(*batches(1)[0])
     assert graph.plan.pipeline is not None
     assert all(edge.bytes <= 4 * 2 * 8 for edge in graph.plan.pipeline.edges)  # rows of activations alone
@@ -144,7 +147,7 @@ def test_a_tied_weight_is_moved_once_a_step_and_its_gradients_are_added_behind_t
 
 def test_buffers_of_batch_norm_go_from_one_micro_batch_to_the_next() -> None:
     with pytest.warns(UserWarning, match="micro-batch"):
-        assert compare(Net(batch_norm=True), stages_of(4, 2), placement(2, 2), micro_batches=4, stage=1) == 0
+        assert compare(Net(2, batch_norm=True), stages_of(2, 2), placement(2, 2), micro_batches=4, stage=1) == 0
 
 
 def test_schedulers_averages_and_other_optimizers() -> None:
@@ -154,8 +157,8 @@ def test_schedulers_averages_and_other_optimizers() -> None:
         return graph
 
     torch.manual_seed(0)
-    model, states = Net(), []
-    for marks in (stages_of(4, 2), None):
+    model, states = Net(2), []
+    for marks in (stages_of(2, 2), None):
         graph = staged_graph(
             copy.deepcopy(model), marks, placement(2, 2), stage=2, micro_batches=4,
             optimizer=lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.9),
@@ -190,19 +193,19 @@ def test_evaluation_runs_the_forward_rows() -> None:
 
 
 def test_rows_of_forward_alone_are_for_evaluation(tmp_path: Path) -> None:
-    model, where, rows = Net(), placement(2, 2), [[f"{stage}F{i}" for i in range(4)] for stage in range(2)]
+    model, where, rows = Net(2), placement(2, 2), [[f"{stage}F{i}" for i in range(4)] for stage in range(2)]
     file = tmp_path / "forward.csv"
     file.write_text("\n".join(",".join(row) for row in rows) + "\n")
     plain = type(staged_graph(model, None, where))(model, cross_entropy, placement=2, micro_batches=4)
     expected = tensors_of(plain(*batches(1)[0]))
     for schedule in (rows, str(file), "gpipe"):
         evaluation = type(plain)(model, cross_entropy, placement=where, micro_batches=4)
-        for path, stage in stages_of(4, 2).items():
+        for path, stage in stages_of(2, 2).items():
             evaluation.config.set_stage(path, stage)
         evaluation.config.set_pipeline(schedule)
         assert all(map(torch.equal, tensors_of(evaluation(*batches(1)[0])), expected))
         assert "B" not in "".join(line for line in evaluation.plan.pipeline.lines if line.startswith("rank"))  # type: ignore[union-attr]
-    training = staged_graph(model, stages_of(4, 2), where, rows, micro_batches=4)
+    training = staged_graph(model, stages_of(2, 2), where, rows, micro_batches=4)
     with pytest.raises(ScheduleError, match="those of evaluation, F alone, and this step has a backward"):
         training.compile(*batches(1)[0])
 
@@ -261,7 +264,7 @@ def test_a_checkpoint_has_nothing_of_stages(tmp_path: Path) -> None:
 
 
 def test_the_step_agrees_with_plain_pytorch() -> None:
-    graph = staged_graph(Net(), stages_of(4, 2), placement(2, 2), micro_batches=4, stage=2, clip=0.1)
+    graph = staged_graph(Net(2), stages_of(2, 2), placement(2, 2), micro_batches=4, stage=2, clip=0.1)
     assert gz.check(graph, *batches(1)[0]).agrees
 
 
