@@ -104,6 +104,26 @@ def by_hand(ranks, parts):
     return found | {f"model {name}": x for name, x in model.state_dict().items()}
 
 
+def test_pooled_tokens_whose_gradient_names_strides_are_cut_as_others():
+    """PyTorch gives the mean over tokens in channels last the strides of an image: backward writes them by strides."""
+
+    class Pooled(gz.Graph):
+        def __init__(self):
+            super().__init__(gz.placement("cpu", range(2), virtual=True))
+            self.model = nn.ModuleList([nn.Linear(6, 4), nn.AdaptiveAvgPool1d(1), nn.Linear(4, 3)])
+            self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+            self.config.set_gradient_accumulation_steps(2)
+
+        def build(self, x):
+            tokens, pool, head = self.model
+            loss = head(pool(tokens(x).transpose(1, 2)).flatten(1)).square().mean()
+            loss.backward()
+            return loss
+
+    report = gz.check(Pooled(), torch.rand(8, 5, 6), dtype=torch.float64, rtol=1e-9)
+    assert report, str(report)
+
+
 def test_norms_within_a_sample_need_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -24,6 +24,7 @@ _TRACED_NAMES = (  # beside those of a program; nothing else leaves them there
     aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default, aten.detach_.default,
 )  # fmt: skip
 _PIECES = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, operator.getitem, AS_LOCAL)
+_STRIDED = (aten.as_strided.default, aten.as_strided_scatter.default)
 _HALF = (torch.float16, torch.bfloat16)
 _DROPPED = ("device", "layout", "pin_memory", "non_blocking")
 _FACTORIES = {
@@ -88,6 +89,17 @@ def _fold_number(node: fx.Node) -> None:
         node.target, node.args, node.kwargs = aten.scalar_tensor.default, (folded.item(),), {"dtype": folded.dtype}
 
 
+def _shown_whole(node: fx.Node) -> fx.Node | None:
+    """The operand of an op with strides of which the result has all elements in their order, as a view would."""
+    scatters = node.target is aten.as_strided_scatter.default
+    operands, (size, stride, *begin) = node.all_input_nodes, node.args[1 + scatters :]
+    strided: Any = torch.empty_strided(size, stride, device="meta")  # type: ignore[arg-type]
+    fakes = [one.meta["val"] for one in operands]
+    is_whole = all(one.is_contiguous() and one.numel() == strided.numel() for one in (strided, *fakes))
+    begins_there = begin in ([], [None], [fakes[0].storage_offset()]) and fakes[0].dtype == fakes[-1].dtype
+    return operands[-1] if is_whole and begins_there else None
+
+
 def _same_as(node: fx.Node) -> fx.Node | None:
     """An earlier node that has the same value, if there is one; on the way, the node takes its plain form."""
     target, fake = node.target, node.meta.get("val")
@@ -106,6 +118,9 @@ def _same_as(node: fx.Node) -> fx.Node | None:
         source = source if before is None else before
         old = source.meta["val"]
         return source if old.dtype == fake.dtype and _same_layout(old, fake) else None
+    if target in _STRIDED and (shown := _shown_whole(node)) is not None:
+        node.target, node.args = aten.view.default, (shown, list(fake.shape))
+        return _same_view(node, shown, fake)
     if is_plain_view(target):
         return _same_view(node, source, fake)
     return None
