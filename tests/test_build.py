@@ -394,3 +394,24 @@ def test_build_may_clip_gradients(stage, clip):
         torch.testing.assert_close(norm, CLIPS[clip](twin))
         other.step()
         same(model, twin)
+
+
+def test_tensors_that_an_op_takes_by_keyword_alone_are_operands_too():
+    """Lengths of segments, and the order of a sorted row: split with the batch, and complete where they are read."""
+
+    def loss(model, x, y):
+        rows, lengths = model(x), torch.full((x.shape[0] // 2,), 2)
+        segments = torch.segment_reduce(rows, "sum", lengths=lengths + (y.sum(1) > 1e9)[::2].long(), axis=0)
+        order = rows.detach().argsort(0)
+        places = torch.searchsorted(rows.detach().t().contiguous(), y.t().contiguous(), sorter=order.t().contiguous())
+        return segments.square().mean() + (places * rows.t()).mean()
+
+    model, twin = mlp(), mlp()
+    graph, other = TrainGraph(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), stage=2), twin
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for number in range(2):
+        graph(*batch(number))
+        optimizer.zero_grad()
+        loss(other, *batch(number)).backward()
+        optimizer.step()
+        same(model, twin)

@@ -302,7 +302,7 @@ def own_kwargs(node: fx.Node) -> dict[str, Any]:
 def own_operands(node: fx.Node) -> list[fx.Node]:
     """The tensor operands of the op itself, in the order a signature lists them: args, then kwargs."""
     nodes: list[fx.Node] = []
-    _collect((node.args, own_kwargs(node).values()), nodes)
+    _collect((*node.args, *own_kwargs(node).values()), nodes)
     return [arg for arg in nodes if isinstance(arg.meta.get("type"), TensorType)]
 
 
