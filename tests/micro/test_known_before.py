@@ -196,6 +196,41 @@ def test_rows_that_all_micro_batches_add_up_to_are_no_statistic_of_one():
         InAnotherOrder()(torch.rand(8, WIDTH), torch.rand(8, 2), torch.rand(8))
 
 
+class Biased(nn.Module):
+    """Scores with a bias from a table, each of whose entries several classes read, as positions of a window do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.table = nn.Linear(WIDTH, CLASSES), nn.Parameter(torch.rand(3))
+        self.register_buffer("index", torch.arange(CLASSES) % 3)
+
+    def forward(self, x):
+        return self.inner(x) + self.table[self.index]
+
+
+def test_a_table_on_a_stage_is_added_up_beside_a_count_of_labels():
+    """Zeros that its gradient begins with were taken for a result of all micro-batches, since the count is one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Biased(), nn.Linear(CLASSES, CLASSES)).to(WIDE)
+
+    class Staged(gz.Graph):
+        def __init__(self):
+            super().__init__(gz.placement("cpu", [0, 1], names=("pp",), virtual=True))
+            self.model = model
+            self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            self.config.set_gradient_accumulation_steps(2)
+            for stage, layer in enumerate(model):
+                self.config.set_stage(layer, stage)
+
+        def build(self, x, t):
+            loss = F.cross_entropy(self.model(x), t)
+            loss.backward()
+            return loss
+
+    report = gz.check(Staged(), *next(batches()), rtol=1e-9)
+    assert report, str(report)
+
+
 class RandomTerms:
     """Sums over rows of what the model makes, weighed and divided by what depends on nothing that is trained."""
 

@@ -50,12 +50,12 @@ class LoopPartition:
         self.nodes = [node for node in graph.nodes if node.op != "output"]
         self.local = _per_rank_values(self.nodes, axis)
         self.completed = {node for node in self.nodes if self._completes(node)}
-        self.hoisted = self.completed & self._depend_on_none_of(graph.placeholders("param", "buffer", "state"))
+        states = graph.placeholders("param", "buffer", "state")
+        self.hoisted = self.completed & _values_independent_of(states, self.nodes)
         self.estimated: set[fx.Node] = set()
         self.epilogue = self._find_epilogue()
-        invariant = self._depend_on_none_of(self._changing_states(graph))
         read_in_body = self.completed & self._read_per_micro_batch(self.epilogue)
-        self.hoisted |= read_in_body & invariant
+        self.hoisted |= read_in_body & invariant_values(graph)
         self.estimated = read_in_body - self.hoisted
         self.epilogue = self._find_epilogue()
         self._needed = self._read_per_micro_batch(set(self.nodes) - self.epilogue)
@@ -106,37 +106,6 @@ class LoopPartition:
         have, want = self.cut(value.operand(node)), self.cut(node)
         return not have[0].is_broadcast and want != have
 
-    def _depend_on_none_of(self, placeholders: Iterable[fx.Node]) -> set[fx.Node]:
-        excluded = set(placeholders)
-        independent: set[fx.Node] = set()
-        for node in self.nodes:
-            if node not in excluded and all(operand in independent for operand in node.all_input_nodes):
-                independent.add(node)
-        return independent
-
-    def _changing_states(self, graph: StepGraph) -> set[fx.Node]:
-        """Parameters and states that the step updates, and buffers that may differ between micro-batches.
-
-        A buffer whose new value depends on none of these, as a running count of labels, is that of the step before for
-        all micro-batches.
-        """
-        names, buffers = {node.name: node for node in graph.placeholders()}, set(graph.placeholders("buffer"))
-        updates = {names[name]: new for name, new in graph.updates.items() if new is not names[name]}
-        changing = updates.keys() - buffers
-        while True:
-            invariant, modules = (
-                self._depend_on_none_of(changing),
-                {value.module_of(node) for node in changing & buffers},
-            )
-            more = {
-                node
-                for node, new in updates.items()
-                if new not in invariant or node in buffers and value.module_of(node) in modules
-            }
-            if more <= changing:
-                return changing
-            changing |= more
-
     def _find_epilogue(self) -> set[fx.Node]:
         """Values that depend, directly or not, on a result of all micro-batches."""
         epilogue: set[fx.Node] = set()
@@ -178,6 +147,37 @@ class LoopPartition:
         if node in self.estimated:
             return True
         return node.target not in SHAPED and any(operand in self.varying for operand in node.all_input_nodes)
+
+
+def invariant_values(graph: StepGraph) -> set[fx.Node]:
+    """Values that are the same for all micro-batches if they are complete: they depend on no changing state.
+
+    Changing are parameters and states that the step updates, and buffers that may differ between micro-batches.  A
+    buffer whose new value depends on none of these, as a running count of labels, is that of the step before for all.
+    """
+    names, buffers = {node.name: node for node in graph.placeholders()}, set(graph.placeholders("buffer"))
+    updates = {names[name]: new for name, new in graph.updates.items() if new is not names[name]}
+    changing = updates.keys() - buffers
+    while True:
+        invariant = _values_independent_of(changing, graph.nodes)
+        modules = {value.module_of(node) for node in changing & buffers}
+        more = {
+            node
+            for node, new in updates.items()
+            if new not in invariant or node in buffers and value.module_of(node) in modules
+        }
+        if more <= changing:
+            return invariant
+        changing |= more
+
+
+def _values_independent_of(placeholders: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    excluded = set(placeholders)
+    independent: set[fx.Node] = set()
+    for node in nodes:
+        if node not in excluded and all(operand in independent for operand in node.all_input_nodes):
+            independent.add(node)
+    return independent
 
 
 def _per_rank_values(nodes: Iterable[fx.Node], axis: int) -> set[fx.Node]:

@@ -11,7 +11,7 @@ from torch import fx
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import AS_GLOBAL, AS_LOCAL
-from graphzero.passes.micro.loop_partition import SHAPED
+from graphzero.passes.micro.loop_partition import SHAPED, invariant_values
 from graphzero.sbp.types import B, Nd, replace_at
 
 
@@ -19,8 +19,9 @@ def restore_broadcast_sums(graph: StepGraph, axis: int) -> None:
     """Make these values B on the axis, with those that ops compute of them and of other B values.
 
     An op that adds such a value to a sum over micro-batches reads that sum complete, if the value is known only after
-    all micro-batches; otherwise the op reads the value as a term of the sum.
+    all micro-batches; otherwise the op reads the value as a term of the sum.  Counts of the batch are known before.
     """
+    known_before = invariant_values(graph)
     restored: dict[fx.Node, Nd] = {}  # values that are B now, with their SBP as a sum
     epilogue: set[fx.Node] = set()
     for node in [node for node in graph.nodes if node.op == "call_function"]:
@@ -36,7 +37,12 @@ def restore_broadcast_sums(graph: StepGraph, axis: int) -> None:
         elif node.target is not ops.box and node.target not in SHAPED:
             _box(graph, node, {x: restored[x] for x in read_restored})
         completes = node.target is ops.box and per_micro_batch and value.nd_of(node)[axis].is_broadcast
-        if completes or node.target not in SHAPED and not epilogue.isdisjoint(node.all_input_nodes):
+        if (
+            completes
+            and node not in known_before
+            or node.target not in SHAPED
+            and not epilogue.isdisjoint(node.all_input_nodes)
+        ):
             epilogue.add(node)
 
 
