@@ -32,6 +32,20 @@ class MicroBatchErrors:
             f"whole batch at once\n  > {print_line(node)}"
             + (f"\n    {where}" if where else "")
             + "\n  Compute it for each sample, or do not use micro-batches here"
+            + self._uncut_inputs()
+        )
+
+    def _uncut_inputs(self) -> str:
+        """Advice where micro-batches have parts of some inputs and all of others; "" elsewhere."""
+        roles = [(node, role) for node in self.partition.nodes if (role := value.role_of(node)) is not None]
+        inputs = [(node, role.of) for node, role in roles if role.kind == "batch" and value.tensor_type(node).shape]
+        whole = [name for node, name in inputs if self.partition.sbp(node).is_broadcast]
+        cut = [name for node, name in inputs if self.partition.sbp(node).is_split]
+        if not whole or not cut:
+            return ""
+        return (
+            f".\n  Each micro-batch has all rows of {', '.join(whole)}, and its own of {', '.join(cut)}: with an axis "
+            "of the placement whose name begins with dp, if of one rank, set_input can give all of them S(0) there"
         )
 
     def mismatch(self, source: fx.Node, box: fx.Node) -> str:
