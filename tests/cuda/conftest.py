@@ -28,7 +28,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _exact() -> Iterator[None]:
-    """float32 products in float32, not in TF32."""
+    """float32 products in float32, not in TF32; without a GPU the flags may be frozen by another file of tests."""
+    if not torch.cuda.is_available():
+        yield
+        return
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     yield
