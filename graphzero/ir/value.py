@@ -301,17 +301,17 @@ def own_kwargs(node: fx.Node) -> dict[str, Any]:
 
 def own_operands(node: fx.Node) -> list[fx.Node]:
     """The tensor operands of the op itself, in the order a signature lists them: args, then kwargs."""
-    nodes: list[fx.Node] = []
-    _collect((*node.args, *own_kwargs(node).values()), nodes)
-    return [arg for arg in nodes if isinstance(arg.meta.get("type"), TensorType)]
+    return _tensors((*node.args, *own_kwargs(node).values()))
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """The tensor operands in the order a signature lists them: args, then kwargs, lists flattened, repeats kept."""
+    return _tensors((*node.args, *node.kwargs.values()))
+
+
+def _tensors(args: Iterable[Any]) -> list[fx.Node]:
     nodes: list[fx.Node] = []
-    _collect(node.args, nodes)
-    if node.kwargs:
-        _collect(node.kwargs.values(), nodes)
+    _collect(args, nodes)
     return [arg for arg in nodes if isinstance(arg.meta.get("type"), TensorType)]
 
 

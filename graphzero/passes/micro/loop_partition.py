@@ -135,9 +135,8 @@ class LoopPartition:
             if node in self.varying:
                 is_one_result = calls.is_op(node) and node not in self.estimated and not value.is_multi(node)
                 signatures = calls.allowed_on(node, None) if is_one_result else ()
-                pairs = [
-                    (one.outputs[0], zip(value.tensor_operands(node), one.inputs, strict=True)) for one in signatures
-                ]
+                operands = calls.operands_of(node)
+                pairs = [(one.outputs[0], zip(operands, one.inputs, strict=True)) for one in signatures]
                 splits[node] = {
                     sbp for sbp, read in pairs if all(s.is_broadcast or s in splits.get(x, {s}) for x, s in read)
                 }
