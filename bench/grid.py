@@ -4,7 +4,6 @@
     python bench/grid.py layouts            # the same for data x tensor parallel and other layouts of four ranks
     python bench/grid.py memory             # planned bytes of one rank beside those that the dispatcher sees
     python bench/grid.py traffic            # planned collectives beside those that run
-    python bench/grid.py checkpoints        # every checkpoint loaded at every stage in every world
 
 Each takes a part of its grid; ``--full`` takes all of it, and ``--models`` and others choose.  The figures stand in
 bench/results/ under these names.
@@ -15,8 +14,7 @@ same bits.  layouts: forward, backward and AdamW in float64 on four virtual rank
 parallel, tensor parallel, and two data axes, ZeRO over both or over the inner one; the limit of a loss is 1e-6, and
 the last columns are what one rank sends in a step on each axis.  memory: one rank's program in a fake world; a second
 table holds the model state against the formulas of the ZeRO paper (arXiv 1910.02054), in bytes per parameter for Adam
-in float32.  checkpoints: a model with a tie, running statistics, dropout and a frozen part on 1 to 4 gloo processes and
-on 2 x 2 with a tensor axis; the largest difference of a loss from what the saved run had, by world.
+in float32.
 
 Exit status 1 where something is not as it should be.
 """
@@ -33,7 +31,6 @@ from typing import Any
 
 import torch
 from _run import markdown, on_gloo, options_of
-from checkpoint_grid import checkpoints
 from layouts import LAYOUTS, LIMIT, MODELS, STAGES, graph_of, reference, train
 from models import CASES, OPTIMIZERS, adamw
 from parity import BATCH, STEPS, Cell, Difference, Trained, TrainGraph, difference, plain, same_bits, trained
@@ -248,7 +245,7 @@ def traffic_cells(model: str, ranks: int, stage: int, plan: Plan, sent: list[Sen
 
 
 TABLES: dict[str, Callable[[argparse.Namespace], bool]] = {
-    "parity": parity, "layouts": layouts, "memory": memory, "traffic": traffic, "checkpoints": checkpoints,
+    "parity": parity, "layouts": layouts, "memory": memory, "traffic": traffic,
 }  # fmt: skip
 
 

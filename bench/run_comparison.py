@@ -103,7 +103,7 @@ def toy_parts(models: list[str], ranks: int) -> Iterator[Part]:
         yield _part("first_step.py", "first step", 30, model, ranks, "--starts", "1", *SHORT)
     yield Part(f"{ranks} ranks", "collectives", 10, ("collectives.py", "--ranks", str(ranks), "--rounds", "3"))
     yield Part("overhead", "overhead", 5, ("overhead.py", "--parameters", "10", "--calls", "20"))
-    quick = ("--rounds", "1", "--steps", "2", "--ranks", "2", "--modelled", "8", "--layers", "1", *SHORT)
+    quick = ("--rounds", "1", "--steps", "2", "--ranks", "2", *SHORT)
     yield Part(f"{models[0]}, scaling", "scaling", 40, ("scaling.py", "--model", models[0], *quick))
 
 

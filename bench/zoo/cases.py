@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from zoo.trial import Trial
 
-PARTS = ("zoo.recipes", "zoo.peft_models", "zoo.diffusers_models", "zoo.transformers_models", "zoo.image_models")
+PARTS = ("zoo.peft_models", "zoo.diffusers_models", "zoo.transformers_models", "zoo.image_models")
 
 
 @functools.cache

@@ -46,14 +46,11 @@ class Trial:
 
     module: everything that the step uses.  batch: step -> tensors by name, whole batches.
     train: (module, batch) -> a value or tree of values to compare; has called backward.
-    optimized: module -> a list of lists of parameters, one for each optimizer.
     """
 
     module: nn.Module
     batch: Callable[[int], dict[str, Tensor]]
     train: Callable[[nn.Module, dict[str, Tensor]], Any] = field(default=lambda module, batch: descend(module, batch))
-    optimized: Callable[[nn.Module], list[list[nn.Parameter]]] = field(default=lambda module: [trainable(module)])
-    loss: Callable[[nn.Module, dict[str, Tensor]], Tensor] | None = None  # what the peers are given; by default forward
 
 
 def descend(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -62,8 +59,8 @@ def descend(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss
 
 
-def trainable(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.requires_grad]
+def adamw(module: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=RATE, eps=EPSILON)
 
 
 _NARROW = {torch.float32: torch.float64, torch.complex64: torch.complex128}
@@ -133,16 +130,14 @@ def eager(make: Callable[[], Trial], perturbed: float = 0.0, draws: int = 0) -> 
         with torch.no_grad():
             for p in trial.module.parameters():
                 p.mul_(1 + perturbed * (2 * torch.rand(p.shape, generator=generator) - 1))
-    optimizers = [torch.optim.AdamW(ps, lr=RATE, eps=EPSILON) for ps in trial.optimized(trial.module)]
+    optimizer = adamw(trial.module)
     losses: list[float] = []
     for step in range(STEPS):
         batch = batch_of(trial, step)
         seed(1000 + draws)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         losses += numbers(trial.train(trial.module, batch))
-        for optimizer in optimizers:
-            optimizer.step()
+        optimizer.step()
     return Run(losses, state_of(trial.module))
 
 
@@ -158,8 +153,7 @@ class Step(gz.Graph):
         super().__init__(gz.placement("cpu", range(RANKS), virtual=True))
         self.module = trial.module
         self.train_step = trial.train
-        for parameters in trial.optimized(trial.module):
-            self.add_optimizer(torch.optim.AdamW(parameters, lr=RATE, eps=EPSILON))
+        self.add_optimizer(adamw(trial.module))
         self.config.enable_zero(True, stage=3)
 
     def build(self, batch: dict[str, Tensor]) -> Any:
@@ -255,18 +249,6 @@ def judged(make: Callable[[], Trial]) -> dict[str, Any]:
         return {"outcome": "equal", **facts}
 
 
-class Forward(nn.Module):
-    """A trial's loss as a module, for peers that take modules."""
-
-    def __init__(self, trial: Trial) -> None:
-        super().__init__()
-        self.module = trial.module
-        self.loss = trial.loss or (lambda module, batch: module(**batch))
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.loss(self.module, batch)
-
-
 def peer(make: Callable[[], Trial], name: str) -> dict[str, Any]:
     """Whether torch.export or torch.compile takes the forward in one graph, without running it elsewhere.
 
@@ -275,11 +257,11 @@ def peer(make: Callable[[], Trial], name: str) -> dict[str, Any]:
     try:
         with measured():
             trial = made(make)
-            module, batch = Forward(trial), batch_of(trial, 0)
+            batch = batch_of(trial, 0)
             if name == "export":
-                torch.export.export(module, (batch,), strict=False)
+                torch.export.export(trial.module, (), batch, strict=False)
             else:
-                torch.compile(module, fullgraph=True, backend="eager")(batch)
+                torch.compile(trial.module, fullgraph=True, backend="eager")(**batch)
     except Exception as error:
         return {name: "refused", f"{name}_cause": described(error)["cause"]}
     return {name: "taken"}

@@ -13,8 +13,6 @@ from zoo.cases import cases
 from zoo.trial import Trial, judged
 
 MODELS = (
-    "recipes/gan",
-    "recipes/maml",
     "transformers/llama/LlamaForCausalLM",
     "transformers/t5/T5ForConditionalGeneration",
     "transformers/vit/ViTForImageClassification",

@@ -10,7 +10,6 @@ from torch import nn
 import graphzero as gz
 
 WORLDS = {"1 rank": [0], "2 ranks": [0, 1], "3 ranks": [0, 1, 2], "4 ranks": [0, 1, 2, 3], "2 x 2": [[0, 1], [2, 3]]}
-SIZES = {world: torch.tensor(ranks).numel() for world, ranks in WORLDS.items()}
 STEPS = 2
 
 
@@ -56,10 +55,7 @@ def at_stage(graph, stage):
 
 
 def goes_on(folder, world, source):
-    """A run at each stage, saved and loaded again, and one that goes on from what ``source`` has saved at another.
-
-    ``bench/grid.py checkpoints`` has all pairs.
-    """
+    """A run at each stage, saved and loaded again, and one that goes on from what ``source`` has saved at another."""
     rank = dist.get_rank()
     graph = train_in(world, 10 + rank)
     for stage in range(4):
