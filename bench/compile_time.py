@@ -3,7 +3,7 @@
     python bench/compile_time.py gpt2           # GPT-2 124M on 64 virtual ranks at stage 3
     python bench/compile_time.py gpt2 --full    # and 24 and 48 layers, and 1024 ranks against 8
     python bench/compile_time.py llama          # Llama 7B with tensor parallelism, 8 x 8 ranks of a fake world, stage 3
-    python bench/compile_time.py deep           # 120 blocks of very many small ops, stage 2; --profile: functions
+    python bench/compile_time.py deep           # 120 blocks of very many small ops, stage 2
 
 The figures stand in bench/results/scale.md and bench/results/first_step.md.
 
@@ -16,71 +16,63 @@ tiny, so that what is measured is the number of nodes.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import importlib
 import json
-import pstats
 import resource
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import log2
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from _run import in_fresh_process, markdown, options_of
-from models import WithLoss, gpt2
+from large_models import MEGATRON
+from layouts import parallelise
+from models import WithLoss, gpt2, published_llama
 from parity import TrainGraph
 from torch import Tensor, nn
 
 import graphzero as gz
-from graphzero.sbp import B, S
 
 DOUBLING = 2.3  # the most that twice the layers may cost after capture
 LIMIT = 60  # seconds of the processor that Llama 7B may take
 TP = 8  # ranks over which its weights are split
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # split along their outputs
-VOCABULARY = ("embed_tokens", "lm_head")  # split along the words
-ROWS = ("o_proj", "down_proj")  # split along their inputs, so that what they make is complete after one all_reduce
+Found = dict[tuple[int, int], dict[str, Any]]  # by (layers, ranks)
 
 
-def show_llama(options: argparse.Namespace) -> None:
-    layers, stage, repeat = options.layers or [32], stage_of(options), options.repeat or 1 + 2 * options.full
-    found = {(n, TP * TP): fastest("llama", n, TP * TP, stage, repeat) for n in layers}
-    print(f"Llama 7B, stage {stage}, {TP} x {TP} ranks (dp, tp) of a fake world, meta device, one core\n")
-    show(found)
-    print()
-    for (n, _), one in found.items():
-        print(f"{n} layers: {one['total']:.1f} s of the processor (at most {LIMIT} for 32)")
+def cells_of(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """The layers and ranks that are measured."""
+    if options.subject == "deep":
+        return [(n, 4) for n in options.layers or [120]]
+    if options.subject == "llama":
+        return [(n, TP * TP) for n in options.layers or [32]]
+    layers, ranks = ([12, 24, 48], [8, 1024]) if options.full else ([12], [])
+    return [*((n, 64) for n in options.layers or layers), *((12, n) for n in options.ranks or ranks)]
 
 
-def show_gpt2(options: argparse.Namespace) -> None:
-    stage, repeat = stage_of(options), options.repeat or 1 + 2 * options.full
-    layers = options.layers or ([12, 24, 48] if options.full else [12])
-    found = {(n, 64): fastest("gpt2", n, 64, stage, repeat) for n in layers}
-    ranks = options.ranks or ([8, 1024] if options.full else [])
-    found |= {(12, n): fastest("gpt2", 12, n, stage, repeat) for n in ranks}
-    print(f"GPT-2, stage {stage}, meta device, one core\n")
-    show(found)
-    print()
-    for fewer, more in zip(layers, layers[1:], strict=False):
-        ratio = after_capture(found[more, 64]) / after_capture(found[fewer, 64])
-        limit = DOUBLING ** torch.log2(torch.tensor(more / fewer)).item()
-        print(f"{fewer} to {more} layers: after capture x {ratio:.2f} (at most {limit:.2f})")
-    for fewer, more in zip(ranks, ranks[1:], strict=False):
-        ratio = after_capture(found[12, more]) / after_capture(found[12, fewer])
-        print(f"{fewer} to {more} ranks: after capture x {ratio:.2f}")
+def show_growth(found: Found) -> None:
+    """What more layers at 64 ranks, and more ranks at 12 layers, cost."""
+    for fixed, what in ((1, "layers"), (0, "ranks")):
+        same = sorted(cell for cell in found if cell[fixed] == (64, 12)[1 - fixed])
+        for fewer, more in zip(same, same[1:], strict=False):
+            ratio = after_capture(found[more]) / after_capture(found[fewer])
+            a, b = fewer[1 - fixed], more[1 - fixed]
+            most = f" (at most {DOUBLING ** log2(b / a):.2f})" if what == "layers" else ""
+            print(f"{a} to {b} {what}: after capture x {ratio:.2f}{most}")
 
 
-def show(found: dict[tuple[int, int], dict[str, Any]]) -> None:
+def show(found: Found) -> None:
     """The table: a column for each (layers, ranks)."""
     parts = list(next(iter(found.values()))["seconds"])
     head = ["seconds", *(f"{n} layers, {r} ranks" for n, r in found)]
     rows = [[part, *(f"{one['seconds'][part]:.2f}" for one in found.values())] for part in parts]
     rows.append(["all", *(f"{one['total']:.2f}" for one in found.values())])
     rows.append(["after capture", *(f"{after_capture(one):.2f}" for one in found.values())])
+    rows.append(["operations captured", *(f"{one['captured']:,}" for one in found.values())])
     rows.append(["operations", *(f"{one['nodes']:,}" for one in found.values())])
     rows.append(["parameters", *(f"{one['parameters'] / 1e6:.1f} M" for one in found.values())])
     rows.append(["peak RSS", *(f"{one['rss'] / 1e6:,.0f} MB" for one in found.values())])
@@ -103,44 +95,46 @@ def measure_gpt2(layers: int, ranks: int, stage: int) -> dict[str, Any]:
     with torch.device("meta"):
         model = gpt2(layers, width=768, heads=12, vocabulary=50257, context=1024)
         ids = torch.zeros(ranks, 1024, dtype=torch.long)
-    return measure(model, gz.placement("cpu", range(ranks), virtual=True), stage, ids)
+    return measure(model, gz.placement("cpu", range(ranks), virtual=True), stage, ids, ids)
 
 
 def measure_llama(layers: int, ranks: int, stage: int) -> dict[str, Any]:
     """As rank 0 of a job of (ranks / TP) x TP processes; the batch is one sequence for each data-parallel rank."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    with torch.device("meta"):
-        config = LlamaConfig(num_hidden_layers=layers, use_cache=False, bos_token_id=0, eos_token_id=0)
-        model = WithLoss(LlamaForCausalLM(config))
-        ids = torch.zeros(1, 2048, dtype=torch.long)
+    model, ids = WithLoss(published_llama("7B", layers)), torch.zeros(1, 2048, dtype=torch.long, device="meta")
     with gz.testing.fake_world(ranks):
         place = gz.placement("cpu", torch.arange(ranks).reshape(-1, TP).tolist(), names=("dp", "tp"))
-        split_weights(model, place)
-        return measure(model, place, stage, ids)
+        parallelise(model, MEGATRON, place)
+        return measure(model, place, stage, ids, ids)
 
 
-def split_weights(model: nn.Module, place: Any) -> None:
-    """Megatron's split of the weights over the axis tp; norms are whole."""
-    for name, module in model.named_modules():
-        if name.endswith(COLUMNS + VOCABULARY + ROWS):
-            gz.to_global(module, place, (B, S(1) if name.endswith(ROWS) else S(0)))
+def measure_deep(blocks: int, ranks: int, stage: int) -> dict[str, Any]:
+    """Behind a model of one block, which loads and caches what is needed once."""
+    warnings.simplefilter("ignore")
+    place = gz.placement("cpu", range(ranks), virtual=True)
+    batch = torch.randn(8, 3, 8, 8), torch.zeros(8, dtype=torch.long)
+    measure(deep_model(1), place, stage, *batch)
+    return measure(deep_model(blocks), place, stage, *batch)
 
 
-MODELS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {"gpt2": measure_gpt2, "llama": measure_llama}
+MODELS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
+    "gpt2": measure_gpt2,
+    "llama": measure_llama,
+    "deep": measure_deep,
+}
 
 
-def measure(model: nn.Module, place: Any, stage: int, ids: torch.Tensor) -> dict[str, Any]:
+def measure(model: nn.Module, place: Any, stage: int, *batch: Tensor) -> dict[str, Any]:
     """Compile once; seconds of each part, and bytes of resident memory."""
     graph = TrainGraph(model, torch.optim.AdamW(model.parameters()), None, stage, place)
     compiling = CompileClock(time.process_time)
     before = peak_rss()
     started = time.process_time()
-    graph.compile(ids, ids)
+    graph.compile(*batch)
     total = time.process_time() - started
     return {
         "seconds": compiling.parts(graph, total),
         "total": total,
+        "captured": len(list(graph.history[0].before.nodes)),
         "nodes": len(list(graph.program.nodes)),
         "parameters": graph.plan.parameters,
         "rss": peak_rss(),
@@ -280,66 +274,40 @@ class Block(nn.Module):
         return y + self.narrow(self.wide(y))
 
 
-def deep_graph(blocks: int, stage: int, width: int = 8) -> TrainGraph:
-    """One step of the blocks and a classifier under AdamW."""
+def deep_model(blocks: int, width: int = 8) -> nn.Module:
+    """The blocks and a classifier."""
     stem, head = nn.Conv2d(3, width, 3, padding=1), (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
-    model = WithLoss(nn.Sequential(stem, *(Block(width) for _ in range(blocks)), *head))
-    place = gz.placement("cpu", range(4), virtual=True)
-    return TrainGraph(model, torch.optim.AdamW(model.parameters()), None, stage, place)
-
-
-def compile_deep(blocks: int, stage: int) -> tuple[TrainGraph, float]:
-    """The compiled Graph, and the CPU seconds it took."""
-    warnings.simplefilter("ignore")
-    graph, x, y = deep_graph(blocks, stage), torch.randn(8, 3, 8, 8), torch.zeros(8, dtype=torch.long)
-    started = time.process_time()
-    graph.compile(x, y)
-    return graph, time.process_time() - started
-
-
-def show_deep(options: argparse.Namespace) -> None:
-    (blocks,), stage = options.layers or [120], 2 if options.stage is None else options.stage
-    compile_deep(1, stage)  # what is loaded and cached once
-    profile = cProfile.Profile()
-    if options.profile:
-        profile.enable()
-    graph, seconds = compile_deep(blocks, stage)
-    profile.disable()
-    parts = {"captured": graph._selection.last.captured.graph} if graph._selection.last else {}
-    nodes = {name: len(list(part.nodes)) for name, part in {**parts, "final": graph.program}.items()}
-    passes = {record.name: record.seconds for record in graph.history}
-    print(f"{blocks} blocks, {nodes['captured']} nodes captured, {nodes['final']} in the program")
-    print(f"all {seconds:.2f} s of CPU, of which passes {sum(passes.values()):.2f} s")
-    print(", ".join(f"{name} {taken:.2f}" for name, taken in passes.items() if taken > 0.1))
-    if options.profile:
-        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+    return WithLoss(nn.Sequential(stem, *(Block(width) for _ in range(blocks)), *head))
 
 
 # ---- the command
 
-SUBJECTS = {"gpt2": show_gpt2, "llama": show_llama, "deep": show_deep}
-
-
-def stage_of(options: argparse.Namespace) -> int:
-    return 3 if options.stage is None else options.stage
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subject", choices=SUBJECTS)
-    parser.add_argument("--full", action="store_true", help="more layers, more ranks")
+    parser.add_argument("subject", choices=MODELS)
+    parser.add_argument("--full", action="store_true", help="gpt2: more layers, more ranks; three processes each")
     parser.add_argument("--layers", type=int, nargs="+", help="numbers of layers, at 64 ranks; deep: of blocks")
     parser.add_argument("--ranks", type=int, nargs="+", help="gpt2: numbers of ranks, at 12 layers")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3))
     parser.add_argument("--repeat", type=int, help="processes per measurement: by default 1, with --full 3")
-    parser.add_argument("--profile", action="store_true", help="deep: print the functions that take most time")
     parser.add_argument("--measure", type=int, nargs=2, metavar=("LAYERS", "RANKS"), help="one measurement, as JSON")
     options = options_of(parser)
+    stage = options.stage if options.stage is not None else 2 if options.subject == "deep" else 3
     if options.measure:
         layers, ranks = options.measure
-        print(json.dumps(MODELS[options.subject](layers, ranks, stage_of(options))))
-    else:
-        SUBJECTS[options.subject](options)
+        print(json.dumps(MODELS[options.subject](layers, ranks, stage)))
+        return
+    repeat = options.repeat or 1 + 2 * options.full
+    found = {cell: fastest(options.subject, *cell, stage, repeat) for cell in cells_of(options)}
+    print(f"{options.subject}, stage {stage}, one core\n")
+    show(found)
+    print()
+    if options.subject == "gpt2":
+        show_growth(found)
+    if options.subject == "llama":
+        for (n, _), one in found.items():
+            print(f"{n} layers: {one['total']:.1f} s of the processor (at most {LIMIT} for 32)")
 
 
 if __name__ == "__main__":

@@ -113,8 +113,8 @@ class Routed(WithLoss):
             return super().forward(x, y)
 
 
-class Translator(nn.Module):
-    """An encoder-decoder of the transformers package that computes its own loss."""
+class WithOwnLoss(nn.Module):
+    """A model of the transformers package that computes its own loss."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -168,6 +168,35 @@ def llama(layers: int = 2, width: int = 32, heads: int = 4, vocabulary: int = 96
             )
         )
     )  # fmt: skip
+
+
+LLAMAS: dict[str, dict[str, Any]] = {  # beside the defaults of transformers' LlamaConfig, which are those of 7B
+    "7B": {},
+    "8B": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 128256, "rope_theta": 500000.0,
+    },
+    "70B": {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "vocab_size": 128256, "rope_theta": 500000.0,
+    },
+}  # fmt: skip
+
+
+def published_llama(size: str, layers: int, context: int = 2048, recomputed: bool = False) -> nn.Module:
+    """Llama of a published size on the meta device, without a loss; ``recomputed``: each layer again in backward."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **LLAMAS[size], num_hidden_layers=layers, max_position_embeddings=context, use_cache=False, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    if recomputed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    return model
 
 
 def qwen3moe(
@@ -233,7 +262,7 @@ def t5(layers: int = 1, width: int = 32, heads: int = 2, vocabulary: int = 96) -
     """T5 of the transformers package: relative positions, encoder and decoder, one tied embedding."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    return Translator(
+    return WithOwnLoss(
         T5ForConditionalGeneration(
             T5Config(
                 vocab_size=vocabulary, d_model=width, d_kv=width // heads, d_ff=2 * width, num_layers=layers,

@@ -1,21 +1,33 @@
-"""Plans of large steps, without ranks: what passes change, the ZeRO paper, what a memory budget buys, the page.
+"""Plans of large steps, without ranks.
 
     python bench/plans.py passes           # the passes of examples/passes, float32 parameters; --amp: bfloat16
     python bench/plans.py paper            # the ZeRO paper's model of 7.5 billion parameters; --layers 2: quickly
     python bench/plans.py budget           # Llama 7B cut to 8 layers on 64 ranks; --layers 32: whole
+    python bench/plans.py recomputation    # GPT-2 124M on 64 ranks, with bounds of its activations
+    python bench/plans.py pipelines        # Llama 3 70B on 512 ranks, pp 8 x dp 8 x tp 8: 40 minutes
+    python bench/plans.py sequences        # Llama 3 8B and sequences of 131,072 tokens on 64 ranks
+    python bench/plans.py experts          # a layer of Qwen3-30B-A3B on 8 ranks; --ways: on 64 data ranks
     python bench/plans.py page             # ``graphzero show`` of GPT-2 124M: seconds, size; --pictures docs: pictures
 
-Models are on the meta device: nothing is computed.  The figures stand in docs/examples_of_passes.md, docs/precision.md,
-docs/show.md and docs/performance.md.
+Models are on the meta device: nothing is computed, no weight is allocated, one core is used.  Seconds are the
+processor's.  The last line says the most memory that the process had.  The figures stand in docs/ on the pages of these
+subjects.
 
 passes: twelve transformer MLP blocks of width 1024 (101 million parameters) at stage 3, on 2 nodes of 8 ranks, with
 AdamW; bytes sent by axis and phase, bytes held.  paper: Figure 1 of arXiv 1910.02054 and its Table 1.  A GPT of 7.46
 billion parameters is captured once for 64 ranks, mixed precision, Adam; for each stage ``plan.memory.model_state``
-beside the paper's figure, the seconds of planning, and the most memory that the process had; then the closed form
-beside all cells of Table 1.  budget: bytes of one rank at stage 3, with budgets from the peak of the program that keeps
-nothing to that of the one that keeps everything; seconds are the processor's for the whole of ``compile``.  page: one
-plan and two beside each other, written to /tmp/graphzero_page.html; pictures (page_light.png, page_dark.png and
-page_phone.png) want playwright and /usr/bin/chromium.
+beside the paper's figure; then the closed form beside all cells of Table 1.  budget: bytes of one rank at stage 3, with
+budgets from the peak of the program that keeps nothing to that of the one that keeps everything.  page: one plan and
+two beside each other, written to /tmp/graphzero_page.html; pictures (page_light.png, page_dark.png and page_phone.png)
+want playwright and /usr/bin/chromium.
+
+The others are in bfloat16 under float32 masters, with AdamW.  pipelines: 32 micro-batches of one sequence of 8,192
+tokens on each data rank, clipping; "bubble" is that of the schedule by planned seconds of an H100, "sent" what one rank
+of the fullest member sends in a step, and along pp beside it.  ``--zero 3 --schedule 1f1b --budget 72GB`` says what a
+budget makes of it.  sequences: one on each data rank, cut over the axis cp, clipping, each layer computed again in
+backward, ZeRO over both axes; GB of a rank at the peak, and sent in a step for attention, of parameters and of
+gradients.  The first row of a placement has the seconds of tracing too.  experts: one sequence of ``--tokens`` in all
+on an axis ``ep``, one on each rank of an axis ``dp``; embedding and head are not in a layer.
 """
 
 from __future__ import annotations
@@ -29,9 +41,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import large_models
 import torch
 from _run import markdown, options_of
-from models import WithLoss, gpt2
+from models import WithLoss, gpt2, published_llama
 from parity import TrainGraph
 from torch import Tensor, nn
 from workloads import GPT, Shape
@@ -122,7 +135,7 @@ TABLE: dict[float, dict[int, tuple[float, float, float]]] = {
 
 
 def show_paper(options: argparse.Namespace) -> None:
-    head = ["stage", "model_state, GB", "closed form", "paper", "bytes a parameter", "seconds", "process, GiB"]
+    head = ["stage", "model_state, GB", "closed form", "paper", "bytes a parameter", "seconds"]
     print(markdown(head, rows_of_paper(options.layers or 36)))
     count, right = table_cells()
     print(f"\nThe closed form gives {right} of the {count} cells of the paper's Table 1.")
@@ -142,13 +155,12 @@ def rows_of_paper(layers: int) -> list[list[str]]:
         parameters = sum(p.numel() for p in model.parameters())
         for stage in range(4):
             graph.config.enable_zero(stage > 0, stage=stage or 2)
-            started = time.perf_counter()
+            started = time.process_time()
             state = graph.compile(x, x).plan.memory.model_state
-            seconds = time.perf_counter() - started
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            seconds = time.process_time() - started
             form = closed_form(parameters, RANKS, stage) / 1e9
             row = [f"{stage}", f"{state / 1e9:.2f}", f"{form:.2f}", f"{FIGURE[stage]}", f"{state / parameters:.3f}"]
-            rows.append([*row, f"{seconds:.0f}", f"{peak:.1f}"])
+            rows.append([*row, f"{seconds:.0f}"])
             print(f"stage {stage}: {row}", file=sys.stderr, flush=True)
     print(f"GPT of {parameters / 1e9:.3f} billion parameters on {RANKS} ranks, bf16 with float32 masters, Adam\n")
     return rows
@@ -191,11 +203,7 @@ def show_budget(options: argparse.Namespace) -> None:
 
 def planned(layers: int, budget: int | None = None, keep_gathered: bool = False) -> tuple[Any, float]:
     """The plan, and seconds of the processor."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    with torch.device("meta"):
-        config = LlamaConfig(num_hidden_layers=layers, use_cache=False, bos_token_id=0, eos_token_id=0)
-        model, ids = WithLoss(LlamaForCausalLM(config)), torch.zeros(1, 2048, dtype=torch.long)
+    model, ids = WithLoss(published_llama("7B", layers)), torch.zeros(1, 2048, dtype=torch.long, device="meta")
     graph = TrainGraph(model, torch.optim.AdamW(model.parameters()), None, 3, None)
     graph.config.enable_zero(stage=3, keep_gathered=keep_gathered)
     graph.config.set_memory_budget(budget)
@@ -229,7 +237,6 @@ def show_page(options: argparse.Namespace) -> None:
         seconds, size = time.process_time() - began, PAGE.stat().st_size
         print(f"  {1 + bool(more)} plan(s): {seconds:.1f} s of one core, {size / 1e6:.2f} MB")
         assert size < 5e6, "a page of a model of this size should be one that can be mailed"
-    print(f"  {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB of memory at most")
     if options.pictures:
         take_pictures(options.pictures)
 
@@ -248,18 +255,23 @@ def take_pictures(folder: Path) -> None:
         browser.close()
 
 
-SUBJECTS = {"passes": show_passes, "paper": show_paper, "budget": show_budget, "page": show_page}
+SUBJECTS = {
+    "passes": show_passes, "paper": show_paper, "budget": show_budget, "page": show_page, **large_models.SUBJECTS,
+}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subject", choices=SUBJECTS)
     parser.add_argument("--amp", action="store_true", help="passes: bfloat16 parameters in forward and backward")
-    parser.add_argument("--layers", type=int, help="paper: 36 by default; budget: 8")
+    parser.add_argument("--layers", type=int, help="of the model: by default all that it has, for a budget 8")
     parser.add_argument("--ranks", type=int, default=64, help="budget")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="page: where pictures of it are put")
+    large_models.add_options(parser)
     options = options_of(parser)
+    warnings.simplefilter("ignore")
     SUBJECTS[options.subject](options)
+    print(f"\nat most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB of memory")
 
 
 if __name__ == "__main__":

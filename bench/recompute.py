@@ -2,7 +2,6 @@
 
     python bench/recompute.py                       # GPT-2 and Llama, small
     python bench/recompute.py --torch               # beside it torch.compile with its own activation memory budget
-    python bench/recompute.py --compile             # seconds to compile GPT-2 124M for 64 ranks, meta device
 
 Each model trains on one rank, step by step in turn with itself under other settings; a time is the median over rounds
 of a step's seconds by those of the plain one in the same round.  Bytes are the plan's and, in brackets where they
@@ -25,8 +24,7 @@ from parity import TrainGraph
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import graphzero as gz
-from graphzero.testing import fake_world, measure_step
+from graphzero.testing import measure_step
 
 LAYERS, WIDTH, HEADS, VOCABULARY, CONTEXT, BATCH = 6, 192, 6, 512, 128, 4
 MODELS = {"gpt2": (gpt2, "body.transformer.h"), "llama": (llama, "body.model.layers")}
@@ -39,11 +37,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--torch", action="store_true")
-    parser.add_argument("--compile", action="store_true")
     options = options_of(parser)
-    if options.compile:
-        show_compile()
-        return
     size = f"{LAYERS} layers of width {WIDTH}, {BATCH} sequences of {CONTEXT}"
     print(f"{size}; activations: the most bytes of them at a time; time: 1 is without\n")
     rows = [row for name in options.models for row in table(name, options.rounds)]
@@ -155,38 +149,6 @@ def saved_by(model: nn.Module, forward: Callable[[], Any]) -> int:
     loss.backward()
     model.zero_grad()
     return sum(found.values())
-
-
-# ---- what the choice takes
-
-
-def show_compile() -> None:
-    rows = []
-    with fake_world(64):
-        compiled(None)
-        plan, seconds = compiled(None)
-        rows.append(
-            ["plain", f"{plan.memory.activations / 1e9:.2f}", f"{plan.memory.peak / 1e9:.2f}", f"{seconds:.1f}"]
-        )
-        most = plan.memory.activations
-        for what, memory in [('"checkpoint"', "checkpoint"), *((f"{p:.0%}", int(p * most)) for p in PARTS)]:
-            plan, seconds = compiled(memory)
-            cells = (plan.memory.activations / 1e9, plan.memory.peak / 1e9)
-            rows.append([what, *(f"{x:.2f}" for x in cells), f"{seconds:.1f}"])
-    print("GPT-2 124M, stage 2, 64 ranks of a fake world, 4 sequences of 1,024 each, meta device\n")
-    print(markdown(["activations", "most, GB", "peak, GB", "seconds to compile"], rows))
-
-
-def compiled(memory: Any) -> tuple[Any, float]:
-    """The plan, and seconds of the processor for the whole of ``compile``."""
-    with torch.device("meta"):
-        model = gpt2(12, width=768, heads=12, vocabulary=50257, context=1024)
-        ids = torch.zeros(4, 1024, dtype=torch.long)
-    graph = TrainGraph(model, torch.optim.AdamW(model.parameters()), None, 2, gz.placement("cpu", range(64)))
-    graph.config.set_activation_memory(memory)
-    started = time.process_time()
-    graph.compile(ids, ids)
-    return graph.plan, time.process_time() - started
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ DeepSpeed is there if it can be imported (``pip install deepspeed``).
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -30,9 +29,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 from _run import markdown, on_gloo, options_of
+from parity import TrainGraph
 from peak_memory import MALLOC, high_water, mb, reset
-from step_time import Timed, apart, ms, time_in_turn
-from systems import adamw
+from peers import add_options, peer_table
+from step_time import Timed, time_in_turn
+from systems import adamw, import_deepspeed
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 from torch.nn import functional as F
@@ -110,31 +111,19 @@ def cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
 # ---- the systems
 
 
-class Train(gz.Graph):
-    """A step on stages."""
-
-    def __init__(self, pipeline: Pipeline, executor: str):
-        super().__init__(gz.placement("cpu", list(range(pipeline.ranks)), names=("pp",)))
-        self.model = pipeline.model()
-        self.add_optimizer(adamw(self.model))
-        config, last = self.config, pipeline.stages - 1
-        for path, stage in (("tokens", 0), ("positions", 0), ("norm", last), ("head", last)):
-            config.set_stage(f"model.{path}", stage)
-        for stage in range(pipeline.stages):
-            for block in pipeline.blocks(stage):
-                config.set_stage(f"model.blocks.{block}", stage)
-        config.set_pipeline(pipeline.schedule)
-        config.set_gradient_accumulation_steps(pipeline.micro_batches)
-        config.set_executor(executor)
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss: Tensor = self.model(x, y)
-        loss.backward()
-        return loss
-
-
 def graphzero(pipeline: Pipeline, executor: str = "eager") -> Step:
-    return Train(pipeline, executor)
+    model = pipeline.model()
+    graph = TrainGraph(model, adamw(model), placement=gz.placement("cpu", list(range(pipeline.ranks)), names=("pp",)))
+    config, last = graph.config, pipeline.stages - 1
+    for path, stage in (("tokens", 0), ("positions", 0), ("norm", last), ("head", last)):
+        config.set_stage(f"model.{path}", stage)
+    for stage in range(pipeline.stages):
+        for block in pipeline.blocks(stage):
+            config.set_stage(f"model.blocks.{block}", stage)
+    config.set_pipeline(pipeline.schedule)
+    config.set_gradient_accumulation_steps(pipeline.micro_batches)
+    config.set_executor(executor)
+    return graph
 
 
 def torch_pipeline(pipeline: Pipeline, compiled: bool = False) -> Step:
@@ -179,9 +168,7 @@ TORCH_NAMES = {
 
 
 def deepspeed(pipeline: Pipeline) -> Step:
-    os.environ.update(DS_ACCELERATOR="cpu", DEEPSPEED_LOG_LEVEL="error")
-    logging.disable(logging.WARNING)
-    import deepspeed as package
+    package = import_deepspeed()
     from deepspeed.pipe import PipelineModule
 
     model = pipeline.model()
@@ -254,21 +241,6 @@ def time_systems(rank: int, options: argparse.Namespace) -> dict[str, Timed]:
     systems = {s.name: s for s in SYSTEMS if s.name in options.systems}
     steps = {name: s.begin(pipeline_of(s, options)) for name, s in systems.items()}
     return time_in_turn(steps, batches, options.rounds, options.steps, loss_of, between_barriers=True)
-
-
-def time_table(times: Mapping[str, Timed]) -> str:
-    rows = []
-    for name, one in times.items():
-        ratios, cpu = [], []
-        for peer in peers_of(name):
-            if peer in times:
-                low, middle, high = one.to(times[peer])
-                ratios.append(f"{middle:.2f} ({low:.2f} to {high:.2f}) of {peer}")
-                cpu.append(f"{one.cpu_to(times[peer]):.2f}")
-        beside = "; ".join(ratios) or "-", ms(one.median_cpu), "; ".join(cpu) or "-"
-        rows.append([name, ms(one.fastest), ms(one.median), *beside, apart(one, times)])
-    head = ["", "fastest, ms", "median, ms", "ratio (quartiles)", "CPU, ms", "ratio", "losses apart"]
-    return markdown(head, rows)
 
 
 def peers_of(name: str) -> list[str]:
@@ -358,11 +330,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", choices=("time", "memory", "ragged"), default="time")
     parser.add_argument("--model", choices=SIZES, default="A")
-    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
-    parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {'; '.join(s.name for s in SYSTEMS)}")
+    add_options(parser)
     options = options_of(parser)
     names = options.systems or [s.name for s in SYSTEMS]
     options.systems = [s.name for s in SYSTEMS if s.name in names and find_spec(s.needs)]
@@ -372,7 +341,7 @@ def main() -> None:
         f"{shape.context} in {options.micro_batches} micro-batches; {options.ranks} gloo ranks, one thread each\n"
     )
     if options.what == "time":
-        print(time_table(on_gloo(options.ranks, time_systems, options)))
+        print(peer_table(on_gloo(options.ranks, time_systems, options), peers_of))
     elif options.what == "memory":
         os.environ.update(MALLOC)
         print(memory_table(options))

@@ -167,20 +167,6 @@ def apart(one: Timed, found: Mapping[str, Timed]) -> str:
     return f"{max(abs(a - b) / abs(b) for a, b in zip(one.losses, base.losses, strict=True)):.0e}"
 
 
-def peer_table(times: Mapping[str, Timed], peer: str) -> str:
-    """Times of systems beside those of one of them."""
-    rows = []
-    for name, one in times.items():
-        beside = "-", "-"
-        if name != peer and peer in times:
-            low, middle, high = one.to(times[peer])
-            beside = f"{middle:.2f} ({low:.2f} to {high:.2f})", f"{one.cpu_to(times[peer]):.2f}"
-        row = [name, ms(one.fastest), ms(one.median), beside[0], ms(one.median_cpu), beside[1]]
-        rows.append([*row, apart(one, times)])
-    head = ["", "fastest, ms", "median, ms", f"of {peer} (quartiles)", "CPU, ms", f"of {peer}", "losses apart"]
-    return markdown(head, rows)
-
-
 def work(
     rank: int, model: str, names: list[str], rounds: int, steps: int, share: int = 0, variant: Variant = PLAIN
 ) -> dict[str, Timed]:  # fmt: skip

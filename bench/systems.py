@@ -159,11 +159,17 @@ def _by_block(shard: Callable[[nn.Module], Any], compiled: bool, model: nn.Modul
     return shard(model)
 
 
-def deepspeed(stage: int, workload: Workload) -> Step:
+def import_deepspeed() -> Any:
+    """The package on its CPU path, without its notes."""
     os.environ.update(DS_ACCELERATOR="cpu", DEEPSPEED_LOG_LEVEL="error")
     logging.disable(logging.WARNING)
     import deepspeed as package
 
+    return package
+
+
+def deepspeed(stage: int, workload: Workload) -> Step:
+    package = import_deepspeed()
     elements = BUCKET // 4
     zero = {"stage": stage, "reduce_bucket_size": elements, "allgather_bucket_size": elements}
     if stage == 3:  # gathered weights go after their last use, as they do in FSDP2 and here
