@@ -9,10 +9,11 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from _ranks import start_as_torchrun
 
 from graphzero import _compat
 
+Key = TypeVar("Key")
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "examples"))  # measure.py is shared with the examples
 
@@ -87,6 +89,36 @@ def average(numbers: Any) -> Any:
     total = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()
+
+
+def slowest_seconds(run: Callable[[], Any]) -> float:
+    """Seconds of a call on the slowest rank; every rank calls it."""
+    dist.barrier()
+    began = time.perf_counter()
+    run()
+    seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def processor_seconds(run: Callable[[], Any]) -> float:
+    began = time.process_time()
+    run()
+    return time.process_time() - began
+
+
+def take_turns(
+    calls: Mapping[Key, Callable[[], Any]],
+    rounds: int,
+    seconds_of: Callable[[Callable[[], Any]], float] = processor_seconds,
+    first: int = 2,
+) -> dict[Key, list[float]]:
+    """Seconds of each call round by round, behind ``first`` rounds that do not count."""
+    found: dict[Key, list[float]] = {key: [] for key in calls}
+    for _ in range(first + rounds):
+        for key, call in calls.items():
+            found[key].append(seconds_of(call))
+    return {key: seconds[first:] for key, seconds in found.items()}
 
 
 def save(file: str, run: str, part: str, figures: Any) -> None:

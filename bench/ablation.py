@@ -13,7 +13,7 @@ The figures stand in the docstrings of the modules, of the last two in bench/res
   where the C library keeps what is freed: with MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_MMAP_THRESHOLD_=33554432 in
   the environment.
 
-Times are medians, where they are of one process in alternating rounds.
+Times are medians of alternating rounds, of one process those of the processor.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from __future__ import annotations
 import argparse
 import resource
 import statistics
-import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from _run import markdown, on_gloo, options_of
+from _run import markdown, on_gloo, options_of, processor_seconds, slowest_seconds, take_turns
+from models import WithLoss
+from parity import TrainGraph
 from peak_memory import CLEAR, high_water, reset
 from systems import graph as graph_of
 from torch import Tensor, nn
-from workloads import GPT, WORKLOADS, Shape
+from workloads import GPT, WORKLOADS, Shape, gpt
 
 import graphzero as gz
 from graphzero.ir.graph import StepGraph
@@ -44,7 +45,6 @@ from graphzero.sbp.types import B
 from graphzero.testing import fake_world, measure_step
 
 MODELS = ("A", "B", "conv")
-Key = TypeVar("Key")
 
 
 def show_parts(options: argparse.Namespace) -> None:
@@ -75,27 +75,22 @@ def order(name: str) -> list[list[Any]]:
     return rows
 
 
-class Small(gz.Graph):
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__(gz.placement("cpu", range(1), virtual=True))
-        torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), fused=True))
-
-    def build(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def small_graph(width: int, layers: int) -> TrainGraph:
+    torch.manual_seed(0)
+    model = WithLoss(nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    return TrainGraph(model, optimizer, placement=gz.placement("cpu", range(1), virtual=True))
 
 
 def join_updates(width: int, layers: int, rounds: int) -> list[Any]:
-    graphs, x = {joined: Small(width, layers) for joined in (True, False)}, torch.randn(8, width)
+    graphs = {joined: small_graph(width, layers) for joined in (True, False)}
+    batch = torch.randn(8, width), torch.arange(8)
     apart = tuple(entry for entry in pass_list.pass_entries() if entry.kind is not JoinUpdates)
-    graphs[True](x)
+    graphs[True](*batch)
     with patch.object(pass_list, "pass_entries", lambda: apart):
-        graphs[False](x)
-    found = timed({joined: lambda graph=graph: graph(x) for joined, graph in graphs.items()}, rounds)
-    joined, alone = found[True] * 1e6, found[False] * 1e6
+        graphs[False](*batch)
+    seconds = take_turns({joined: partial(graph, *batch) for joined, graph in graphs.items()}, rounds)
+    joined, alone = (statistics.median(seconds[key]) * 1e6 for key in (True, False))
     return [layers, width, f"{joined:.0f}", f"{alone:.0f}", f"{joined / alone:.2f}"]
 
 
@@ -107,25 +102,10 @@ def arena(rank: int, name: str, stage: int, used: bool, steps: int) -> list[str]
         for step in range(3):
             graph(*WORKLOADS[workload].part(step, rank, 2))
     CLEAR.write_text("5")
-    faults, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, []
-    for step in range(steps):
-        started = time.process_time()
-        graph(*batches[step % 3])
-        seconds.append(time.process_time() - started)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    seconds = [processor_seconds(partial(graph, *batches[step % 3])) for step in range(steps)]
     faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) // steps
     return [f"{statistics.median(seconds) * 1e3:.1f}", str(faults), f"{(high_water() - before) / 1e6:.1f}"]
-
-
-def timed(calls: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, float]:
-    """Seconds of the median call of each, two in a row."""
-    seconds: dict[Key, list[float]] = {key: [] for key in calls}
-    for _ in range(rounds):
-        for key, call in calls.items():
-            for _ in range(2):
-                started = time.perf_counter()
-                call()
-                seconds[key].append(time.perf_counter() - started)
-    return {key: statistics.median(found) for key, found in seconds.items()}
 
 
 # ---- tiles of rows
@@ -135,19 +115,12 @@ TILED_STAGE = 2
 TILES_HEAD = ["tiles", "peak, MB", "measured, MB", "largest held of the logits, MB", "time", "fastest, s"]
 
 
-class TiledGraph(gz.Graph):
-    def __init__(self, shape: Shape, placement: gz.Placement) -> None:
-        super().__init__(placement)
-        torch.manual_seed(0)
-        self.model = GPT(shape)
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters()))
-        self.config.enable_zero(stage=TILED_STAGE)
-        self.config.set_arena(False)
-
-    def build(self, tokens: Tensor, following: Tensor) -> Tensor:
-        loss: Tensor = self.model(tokens, following)
-        loss.backward()
-        return loss
+def tiled_graph(shape: Shape, placement: gz.Placement) -> TrainGraph:
+    torch.manual_seed(0)
+    model = GPT(shape)
+    graph = TrainGraph(model, torch.optim.AdamW(model.parameters()), None, TILED_STAGE, placement)
+    graph.config.set_arena(False)
+    return graph
 
 
 def show_tiles(options: argparse.Namespace) -> None:
@@ -167,16 +140,11 @@ def show_tiles(options: argparse.Namespace) -> None:
     print(markdown(TILES_HEAD, rows))
 
 
-def tokens(shape: Shape, ranks: int) -> tuple[Tensor, Tensor]:
-    found = torch.randint(0, shape.vocabulary, (ranks * shape.batch, shape.context + 1))
-    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
-
-
 def peaks(shape: Shape) -> dict[int, tuple[int, int]]:
     """By number of tiles, the bytes of a rank's peak: the plan's, and those that the dispatcher sees."""
     found = {}
     with fake_world(2):
-        graph, batch = TiledGraph(shape, gz.placement("cpu", range(2))), tokens(shape, 1)
+        graph, batch = tiled_graph(shape, gz.placement("cpu", range(2))), gpt(shape).part(0, 0, 2)
         for count in COUNTS:
             graph.config.set_row_tiles(count)
             graph(*batch)
@@ -186,16 +154,14 @@ def peaks(shape: Shape) -> dict[int, tuple[int, int]]:
 
 def times(shape: Shape, rounds: int) -> dict[int, list[float]]:
     """By number of tiles, the processor's seconds of steps of both ranks."""
-    graph, batch = TiledGraph(shape, gz.placement("cpu", range(2), virtual=True)), tokens(shape, 2)
-    found: dict[int, list[float]] = {count: [] for count in COUNTS}
-    for taken in range(rounds + 1):
-        for count in COUNTS:
-            graph.config.set_row_tiles(count)
-            start = time.process_time()
-            graph(*batch)
-            if taken:  # the first one compiles
-                found[count].append(time.process_time() - start)
-    return found
+    graph = tiled_graph(shape, gz.placement("cpu", range(2), virtual=True))
+    batch = gpt(shape).batch(0, 2 * shape.batch)
+
+    def step(count: int) -> None:
+        graph.config.set_row_tiles(count)
+        graph(*batch)
+
+    return take_turns({count: partial(step, count) for count in COUNTS}, rounds, first=1)
 
 
 # ---- Muon's updates
@@ -203,23 +169,16 @@ def times(shape: Shape, rounds: int) -> dict[int, list[float]]:
 WAYS = ("stacked", "gathered", "in pieces")
 
 
-class MuonGraph(gz.Graph):
-    def __init__(self, shape: Shape, way: str, stage: int) -> None:
-        super().__init__(name=way.replace(" ", "_"))
-        torch.manual_seed(0)
-        self.model, self.way = GPT(shape), way
-        matrices = [p for p in self.model.blocks.parameters() if p.ndim == 2]
-        rest = [p for p in self.model.parameters() if all(p is not m for m in matrices)]
-        self.add_optimizer(torch.optim.Muon(matrices, lr=0.01))
-        self.add_optimizer(torch.optim.AdamW(rest, lr=1e-3))
-        self.config.enable_zero(stage=stage)
-        if way == "gathered":
-            self.config.add_pass(gather_whole, after="zero")
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss: Tensor = self.model(x, y)
-        loss.backward()
-        return loss
+def muon_graph(shape: Shape, way: str, stage: int) -> TrainGraph:
+    torch.manual_seed(0)
+    model = GPT(shape)
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if all(p is not m for m in matrices)]
+    graph = TrainGraph(model, torch.optim.Muon(matrices, lr=0.01), None, stage)
+    graph.add_optimizer(torch.optim.AdamW(rest, lr=1e-3))
+    if way == "gathered":
+        graph.config.add_pass(gather_whole, after="zero")
+    return graph
 
 
 def gather_whole(graph: StepGraph) -> StepGraph:
@@ -253,28 +212,21 @@ def show_muon(options: argparse.Namespace) -> None:
 
 
 def measured(rank: int, shape: Shape, stage: int, rounds: int) -> dict[str, Any]:
-    torch.manual_seed(rank)
-    x, y = (torch.randint(shape.vocabulary, (shape.batch, shape.context)) for _ in range(2))
+    batch = gpt(shape).part(0, rank, dist.get_world_size())
     graphs = {}
     for way in WAYS:
         apart = tuple(entry for entry in pass_list.pass_entries() if entry.kind is not StackUpdates or way == "stacked")
         with patch.object(pass_list, "pass_entries", lambda apart=apart: apart):
-            graphs[way] = MuonGraph(shape, way, stage)
-            graphs[way](x, y)  # the first step is a program of its own
-            graphs[way](x, y)
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(rounds):
-        for way in WAYS:
-            dist.barrier()
-            started = time.perf_counter()
-            graphs[way](x, y)
-            took = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            seconds[way].append(float(took))
-    return {way: (seconds[way], *_traffic(graph, x, y)) for way, graph in graphs.items()}
+            graphs[way] = muon_graph(shape, way, stage)
+            graphs[way](*batch)  # the first step is a program of its own
+            graphs[way](*batch)
+    seconds = take_turns(
+        {way: partial(graph, *batch) for way, graph in graphs.items()}, rounds, slowest_seconds, first=0
+    )
+    return {way: (seconds[way], *_traffic(graph, *batch)) for way, graph in graphs.items()}
 
 
-def _traffic(graph: MuonGraph, *batch: Tensor) -> tuple[float, float, float, float, float]:
+def _traffic(graph: TrainGraph, *batch: Tensor) -> tuple[float, float, float, float, float]:
     """Bytes sent, those for the update alone and its elements, the planned peak, planned bytes."""
     sent = sum(one.nbytes for one in gz.testing.trace_step(graph, *batch))
     own = [c for c in graph.plan.collectives if c.phase == "update" and c.what_for == "other"]

@@ -8,14 +8,12 @@ the losses of 20 steps, and of the weights after them; float32, accumulation, cl
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _ranks import start_as_torchrun
+from _run import on_gloo
+from systems import import_deepspeed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -70,7 +68,7 @@ def port(rank: int, stage: int) -> tuple[list[float], list[Tensor]]:
 
 def original(rank: int, stage: int) -> tuple[list[float], list[Tensor]]:
     """The same by DeepSpeed."""
-    import deepspeed
+    deepspeed = import_deepspeed()
 
     module = model()
     engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=document(stage))
@@ -88,25 +86,17 @@ def original(rank: int, stage: int) -> tuple[list[float], list[Tensor]]:
         return losses, [p.detach().float().clone() for p in module.parameters()]
 
 
-def work(rank: int, stage: int, output: str) -> None:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    dist.init_process_group("gloo")
+def work(rank: int, stage: int) -> tuple[float, float]:
+    """The largest differences of losses, relative, and of weights."""
     (ours, weights), (theirs, expected) = port(rank, stage), original(rank, stage)
     loss = max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
-    weight = max(float((a - b).abs().max()) for a, b in zip(weights, expected, strict=True))
-    if rank == 0:
-        Path(output).write_text(f"{loss:.1e} {weight:.1e}", encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+    return loss, max(float((a - b).abs().max()) for a, b in zip(weights, expected, strict=True))
 
 
 def main() -> None:
     for stage in STAGES:
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder) / "found.txt"
-            start_as_torchrun(work, (stage, str(output)), RANKS)
-            loss, weight = output.read_text(encoding="utf-8").split()
-        print(f"stage {stage}: losses differ by {loss} at most (relative), weights by {weight}", flush=True)
+        loss, weight = on_gloo(RANKS, work, stage)
+        print(f"stage {stage}: losses differ by {loss:.1e} at most (relative), weights by {weight:.1e}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,21 +13,23 @@ checkpoint is written, by that of a step without.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import os
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _run import average, markdown, on_gloo, options_of, save
+from _run import average, markdown, on_gloo, options_of, save, slowest_seconds
+from models import gpt2
+from parity import TrainGraph
+from peak_memory import CLEAR, give_back, high_water, resident
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -71,46 +73,24 @@ def report(found: dict[str, Any]) -> None:
     print(f"{without:.3f} s without, {with_ / without:.2f} times as long")
 
 
-class Model(nn.Module):
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        torch.manual_seed(0)
-        self.gpt = GPT2LMHeadModel(GPT2Config(n_layer=layers, use_cache=False))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        loss: Tensor = self.gpt(input_ids=tokens, labels=tokens).loss
-        return loss
-
-
-class Train(gz.Graph):
-    def __init__(self, layers: int) -> None:
-        super().__init__(gz.placement("cpu", range(2)))
-        self.model = Model(layers)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.add_optimizer(self.optimizer)
-        self.config.enable_zero(stage=3)
-
-    def build(self, tokens: Tensor) -> Tensor:
-        loss: Tensor = self.model(tokens)
-        loss.backward()
-        return loss
+def make_model(layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    return gpt2(layers, width=768, heads=12, vocabulary=50257, context=1024)
 
 
 class Theirs:
     """FSDP2 of the same, one unit a block."""
 
     def __init__(self, layers: int) -> None:
-        self.model = Model(layers)
+        self.model = make_model(layers)
         mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-        for block in self.model.gpt.transformer.h:
+        for block in self.model.body.transformer.h:
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
     def step(self, tokens: Tensor) -> None:
-        self.model(tokens).backward()
+        self.model(tokens, tokens).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -130,8 +110,9 @@ class Theirs:
 def work(rank: int, rounds: int, layers: int, steps: int, place: str | None) -> dict[str, Any]:
     folder = Path(shared(tempfile.mkdtemp(dir=place)))
     tokens = torch.arange(TOKENS).view(1, -1) + rank
-    ours, theirs = Train(layers), Theirs(layers)
-    ours(tokens)
+    model, theirs = make_model(layers), Theirs(layers)
+    ours = TrainGraph(model, torch.optim.AdamW(model.parameters(), lr=1e-4), None, 3, gz.placement("cpu", range(2)))
+    ours(tokens, tokens)
     theirs.step(tokens)
     check_equal_size(ours, theirs)
     found: dict[str, Any] = {f"{who} {what}": [] for who in ("graphzero", "DCP") for what in WHAT}
@@ -166,7 +147,7 @@ def work(rank: int, rounds: int, layers: int, steps: int, place: str | None) -> 
     return found
 
 
-def check_equal_size(ours: Train, theirs: Theirs) -> None:
+def check_equal_size(ours: TrainGraph, theirs: Theirs) -> None:
     """Both hold the same number of values on this rank, within a part in a hundred."""
     counts = [
         sum(x.to_local().numel() for x in model.parameters() if hasattr(x, "to_local"))
@@ -183,8 +164,7 @@ def shared(mine: str) -> str:
 
 def settle() -> None:
     """Wait until all writes have reached the disk, on all ranks, and give freed memory back to the kernel."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back()
     dist.barrier()
     if dist.get_rank() == 0:
         os.sync()
@@ -203,34 +183,30 @@ def forget(path: Path) -> None:
 def measure(act: Callable[[], Any]) -> Cost:
     """Seconds until all are through; of the processor, both ranks together; MB at the peak beside what was held before,
     of the fullest rank."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    CLEAR.write_text("5")  # the peak begins anew
     before = resident("VmRSS")
     dist.barrier()
     began, busy = time.perf_counter(), time.process_time()
     act()
     busy = 2 * average([time.process_time() - busy])[0]
     seconds = time.perf_counter() - began
-    peak = torch.tensor(resident("VmHWM") - before)
+    peak = torch.tensor((high_water() - before) / 1e6)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return seconds, busy, float(peak)
 
 
-def resident(name: str) -> float:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
-    return int(line.split()[1]) * 1024 / 1e6
-
-
-def asynchronous(graph: Train, tokens: Tensor, folder: Path, steps: int) -> dict[str, Any]:
+def asynchronous(graph: TrainGraph, tokens: Tensor, folder: Path, steps: int) -> dict[str, Any]:
     """Steps alone and while a checkpoint is written, one after the other; only those count that it lasts for."""
     found: dict[str, Any] = {"step alone": [], "step saving": []}
+    step = partial(graph, tokens, tokens)
     for number in range(3):
         for _ in range(steps):
-            found["step alone"].append(step_seconds(graph, tokens))
+            found["step alone"].append(slowest_seconds(step))
         began = time.perf_counter()
         saved = gz.save(graph, folder / "async", asynchronous=True, keep=1)
         found["staging"] = time.perf_counter() - began
         for _ in range(20 * steps):
-            seconds = step_seconds(graph, tokens)
+            seconds = slowest_seconds(step)
             if average([float(saved.is_done)])[0]:
                 break
             found["step saving"].append(seconds)
@@ -239,13 +215,6 @@ def asynchronous(graph: Train, tokens: Tensor, folder: Path, steps: int) -> dict
         if not number:
             found["step alone"], found["step saving"] = [], []
     return found
-
-
-def step_seconds(graph: Train, tokens: Tensor) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    graph(tokens)
-    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

@@ -21,27 +21,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of, save
+from parity import TrainGraph
 from peak_memory import high_water, reset
 from torch.distributed.tensor import DTensor
 from workloads import GPT, SHAPES, Shape
 
-import graphzero as gz
 from graphzero.runtime.tensors.resplit import whole
 
 GPT2 = Shape(vocabulary=50257, width=768, layers=12, heads=12, batch=1, context=1024, tied=True)
 WAYS = {**SHAPES, "gpt2": GPT2}
 TOKENS = 16  # of a sequence in the step that splits the parameters
-
-
-class Train(gz.Graph):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.model = GPT(shape)
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
-        self.config.enable_zero(stage=3)
-
-    def build(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        self.model(x, y).backward()
 
 
 def main() -> None:
@@ -70,7 +59,8 @@ def work(rank: int, shape: Shape, rounds: int) -> tuple[int, dict[str, tuple[flo
     """Every rank: bytes of all whole parameters; of each way, seconds to enter and leave, and bytes."""
     del rank
     torch.manual_seed(0)
-    graph = Train(shape)
+    model = GPT(shape)
+    graph = TrainGraph(model, torch.optim.SGD(model.parameters(), lr=0.1), None, 3)
     x = torch.randint(shape.vocabulary, (1, min(TOKENS, shape.context)))
     graph(x, x)
     split = [p for p in graph.model.parameters() if isinstance(p, DTensor)]
@@ -94,11 +84,10 @@ def work(rank: int, shape: Shape, rounds: int) -> tuple[int, dict[str, tuple[flo
     for _ in range(rounds + 1):
         for way, run in ways.items():
             taken[way].append(timed(run))
-    found = {
-        way: (*(statistics.median(one[part] for one in each[1:]) for part in (0, 1)), max(one[2] for one in each[1:]))
-        for way, each in taken.items()
-    }
-    found |= {way: (cells[0], 0.0, cells[2]) for way, cells in found.items() if way != "full_parameters()"}
+    found = {}
+    for way, each in taken.items():
+        begin, end = (statistics.median(one[part] for one in each[1:]) for part in (0, 1))
+        found[way] = begin, end if way == "full_parameters()" else 0.0, max(one[2] for one in each[1:])
     return sum(p.numel() * p.element_size() for p in split), found
 
 

@@ -13,60 +13,32 @@ on a disk of its own: pages that have been written are the system's to keep, in 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import os
-import re
 import statistics
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from _run import markdown, on_gloo
-from models import tokens
-from workloads import GPT, Shape
-
-import graphzero as gz
+from parity import TrainGraph
+from peak_memory import CLEAR, MALLOC, give_back, high_water, resident
+from workloads import GPT, Shape, gpt
 
 STEPS = 5
-MALLOC = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}  # bytes; read when a process starts
+COLUMNS = {  # of bytes, behind the last step, and at most within it
+    "own, MB": "own", "mapped files, MB": "files", "states on device, MB": "on_device", "on host, MB": "on_host",
+    "planned between steps, MB": "planned", "most in a step, MB": "most", "planned peak, MB": "peak",
+    "planned activations, MB": "activations",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Held:
-    """Bytes behind the last step and at most within it, what the plan says of the device's, and seconds of the median
-    step."""
-
-    own: int
-    files: int
-    on_device: int
-    on_host: int
-    planned: int
-    most: int
-    peak: int
-    activations: int
-    seconds: float
-    loss: float
-
-
-class Train(gz.Graph):
-    """One step of AdamW at a stage of ZeRO."""
-
-    def __init__(self, shape: Shape, stage: int, path: str | None, activations: int | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = GPT(shape)
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-4))
-        self.config.enable_zero(stage > 0, stage=stage or 1)
-        if path is not None:
-            self.config.enable_offload(activations=activations, path=path)
-
-    def build(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = self.model(x, y)
-        loss.backward()
-        return loss
+def graph_of(shape: Shape, stage: int, path: str | None, activations: int | None = None) -> TrainGraph:
+    torch.manual_seed(0)
+    model = GPT(shape)
+    graph = TrainGraph(model, torch.optim.AdamW(model.parameters(), lr=1e-4), None, stage)
+    if path is not None:
+        graph.config.enable_offload(activations=activations, path=path)
+    return graph
 
 
 def main() -> None:
@@ -86,59 +58,36 @@ def main() -> None:
     if options.activations is not None:
         kinds.append(("activations too", options.path, options.activations))
     for name, path, share in kinds:
-        one: Held = on_gloo(options.ranks, measure, shape, options.stage, path, share)
-        sizes = (one.own, one.files, one.on_device, one.on_host, one.planned, one.most, one.peak, one.activations)
-        cells = [f"{nbytes / 1e6:.1f}" for nbytes in sizes]
-        rows.append([name, *cells, f"{one.seconds:.2f}", f"{one.loss:.6f}"])
-    head = [
-        "held",
-        "own, MB",
-        "mapped files, MB",
-        "states on device, MB",
-        "on host, MB",
-        "planned between steps, MB",
-        "most in a step, MB",
-        "planned peak, MB",
-        "planned activations, MB",
-        "step, s",
-        "loss",
-    ]
-    print(f"stage {options.stage} on {options.ranks} gloo ranks, bytes of rank 0\n\n{markdown(head, rows)}")
+        one = on_gloo(options.ranks, measure, shape, options.stage, path, share)
+        cells = [f"{one[key] / 1e6:.1f}" for key in COLUMNS.values()]
+        rows.append([name, *cells, f"{one['seconds']:.2f}", f"{one['loss']:.6f}"])
+    table = markdown(["held", *COLUMNS, "step, s", "loss"], rows)
+    print(f"stage {options.stage} on {options.ranks} gloo ranks, bytes of rank 0\n\n{table}")
 
 
-def measure(rank: int, shape: Shape, stage: int, path: str | None, share: float | None) -> Held:
+def measure(rank: int, shape: Shape, stage: int, path: str | None, share: float | None) -> dict[str, float]:
     """Every rank: take some steps."""
-    ranks, seconds, loss = dist.get_world_size(), list[float](), torch.zeros(())
-
-    def batch(step: int) -> list[torch.Tensor]:
-        whole = tokens(step, shape.batch * ranks, torch.float32, shape.vocabulary, shape.context)
-        return [part.chunk(ranks)[rank] for part in whole]
-
+    workload, ranks, seconds, loss = gpt(shape), dist.get_world_size(), list[float](), torch.zeros(())
     activations = None
     if share is not None:
-        activations = int(share * Train(shape, stage, None).compile(*batch(0)).plan.memory.activations)
-    graph = Train(shape, stage, path, activations)
+        plain = graph_of(shape, stage, None).compile(*workload.part(0, rank, ranks)).plan
+        activations = int(share * plain.memory.activations)
+    graph = graph_of(shape, stage, path, activations)
     for step in range(STEPS):
-        x, y = batch(step)
+        batch = workload.part(step, rank, ranks)
         if step == STEPS - 1:
-            Path("/proc/self/clear_refs").write_text("5")  # the most resident is counted anew
+            CLEAR.write_text("5")  # the most resident is counted anew
         began = time.perf_counter()
-        loss = graph(x, y)
+        loss = graph(*batch)
         seconds.append(time.perf_counter() - began)
-    gc.collect()
-    if hasattr(ctypes.CDLL(None), "malloc_trim"):
-        ctypes.CDLL(None).malloc_trim(0)
+    most = high_water()
+    give_back()
     memory = graph.plan.memory
-    states = memory["optimizer_states"], memory.host_resident, sum(memory.resident.values())
-    planned = resident("VmHWM"), memory.peak, memory.activations
-    return Held(
-        resident("RssAnon"), resident("RssFile"), *states, *planned, statistics.median(seconds[1:]), float(loss)
-    )
-
-
-def resident(kind: str) -> int:
-    (kilobytes,) = re.findall(rf"{kind}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    return int(kilobytes) * 1024
+    return {
+        "own": resident("RssAnon"), "files": resident("RssFile"), "on_device": memory["optimizer_states"],
+        "on_host": memory.host_resident, "planned": sum(memory.resident.values()), "most": most, "peak": memory.peak,
+        "activations": memory.activations, "seconds": statistics.median(seconds[1:]), "loss": float(loss),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from _run import in_fresh_process, markdown, save
+from parity import TrainGraph
 from torch import Tensor
 from workloads import GPT, Shape
 
@@ -67,26 +68,15 @@ WARM_UP = 2  # steps before CUDA graphs are captured, graphzero's and those by h
 Step = Callable[[Tensor, Tensor], Any]
 
 
-class Train(gz.Graph):
-    def __init__(self, model: torch.nn.Module, device: str, executor: str, in_cuda_graph: bool, amp: bool, parts: int):
-        super().__init__(gz.placement(device, range(1), virtual=True))
-        self.config.enable_amp(amp)
-        self.config.set_gradient_accumulation_steps(parts)
-        self.config.set_executor(executor)
-        self.config.set_cuda_graph(in_cuda_graph)
-        self.model = model
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.model(x, y)
-        loss.backward()
-        return loss
-
-
 def graph_step(
     model: torch.nn.Module, device: str, executor: str, in_cuda_graph: bool, amp: bool, parts: int
 ) -> tuple[Step, Callable[[], int | None]]:
-    graph = Train(model, device, executor, in_cuda_graph, amp, parts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    graph = TrainGraph(model, optimizer, placement=gz.placement(device, range(1), virtual=True))
+    graph.config.enable_amp(amp)
+    graph.config.set_gradient_accumulation_steps(parts)
+    graph.config.set_executor(executor)
+    graph.config.set_cuda_graph(in_cuda_graph)
     return graph, lambda: graph.plan.memory.peak
 
 

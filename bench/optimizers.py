@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _run import markdown
+from parity import TrainGraph
 from torch import Tensor, nn
 from zoo.packages import declare_torchvision_ops
 
@@ -46,7 +48,7 @@ OUTCOMES = ("equal", "refused", "wrong", "crash", "skipped")
 
 
 class Model(nn.Module):
-    """A convolution kernel, matrices and vectors."""
+    """A convolution kernel, matrices and vectors, and the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,23 +57,10 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(16)
         self.up, self.down = nn.Linear(16, 8), nn.Linear(8, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = self.norm(torch.relu(self.conv(x)).flatten(1))
         out: Tensor = self.down(torch.tanh(self.up(hidden)))
-        return out
-
-
-class Train(gz.Graph):
-    def __init__(self, model: Model, optimizer: Any, stage: int) -> None:
-        super().__init__(gz.placement("cpu", range(2), virtual=True))
-        self.model = model
-        self.add_optimizer(optimizer)
-        self.config.enable_zero(bool(stage), **({"stage": stage} if stage else {}))
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = (self.model(x) - y).square().mean()
-        loss.backward()
-        return loss
+        return (out - y).square().mean()
 
 
 def _matrices_apart(model: Model) -> list[dict[str, Any]]:
@@ -184,7 +173,7 @@ def plain(case: Case, dtype: torch.dtype, parts: int = 1) -> list[Tensor]:
     for x, y in batches(dtype):
         optimizer.zero_grad()
         for one, wanted in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            ((model(one) - wanted).square().mean() / parts).backward()
+            (model(one, wanted) / parts).backward()
         torch.manual_seed(2)
         optimizer.step()
         after.append(_values(model))
@@ -225,7 +214,7 @@ def tried(case: Case) -> Result:
     for stage in STAGES:
         try:
             model = Model().to(dtype)
-            graph = Train(model, case.made(model), stage)
+            graph = TrainGraph(model, case.made(model), None, stage, gz.placement("cpu", range(2), virtual=True))
             for step, (x, y) in enumerate(batches(dtype)):
                 torch.manual_seed(2)
                 graph(x, y)
@@ -280,17 +269,12 @@ def main() -> int:
 
 def summary(results: list[Result]) -> str:
     """Numbers of outcomes by package."""
-    rows = [("package", *OUTCOMES)]
+    rows = []
     for package in PACKAGES:
         counts = Counter(one.outcome for one in results if one.name.split(".")[0] == package)
         if counts:
-            rows.append((package, *(str(counts[outcome]) for outcome in OUTCOMES)))
-    return _table(rows)
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    head, *rest = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([head, "|---|" + "---:|" * (len(rows[0]) - 1), *rest])
+            rows.append([package, *(counts[outcome] for outcome in OUTCOMES)])
+    return markdown(["package", *OUTCOMES], rows)
 
 
 def text_of(results: list[Result]) -> str:

@@ -129,17 +129,27 @@ def measure(rank: int, name: str, model: str, variant: Variant = PLAIN, thin: bo
     return Peak(first, high_water() - before, planned)
 
 
-def reset() -> int:
-    """Give back what is free and begin the high-water mark anew; the resident bytes."""
+def give_back() -> None:
+    """Give freed memory back to the kernel."""
     gc.collect()
     if hasattr(ctypes.CDLL(None), "malloc_trim"):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def reset() -> int:
+    """Give back what is free and begin the high-water mark anew; the resident bytes."""
+    give_back()
     CLEAR.write_text("5")
     return high_water()
 
 
 def high_water() -> int:
-    (kilobytes,) = re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return resident("VmHWM")
+
+
+def resident(kind: str) -> int:
+    """Bytes of this process that are resident now, of a kind that the kernel names."""
+    (kilobytes,) = re.findall(rf"{kind}:\s*(\d+) kB", Path("/proc/self/status").read_text())
     return int(kilobytes) * 1024
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from typing import Any
 import models
 import torch
 import torch.distributed as dist
-from _run import markdown, on_gloo, options_of
+from _run import markdown, on_gloo, options_of, slowest_seconds
 from parity import TrainGraph
 from workloads import WORKLOADS, Batch
 
@@ -54,17 +53,6 @@ from graphzero.plugins.tune.search import Search, SearchResult
 from graphzero.sbp.placement import placement
 from graphzero.sbp.types import Sbp
 from graphzero.testing import fake_world
-
-
-def slowest_seconds(run: Callable[[], Any]) -> float:
-    """Seconds of a call on the slowest rank; every rank calls it."""
-    dist.barrier()
-    began = time.perf_counter()
-    run()
-    seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
-
 
 # ---- stages
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from _run import markdown, options_of
+from _run import markdown, options_of, take_turns
 from models import gpt2, llama, tokens
 from parity import TrainGraph
 from torch import nn
@@ -75,7 +74,7 @@ def table(name: str, rounds: int) -> list[list[str]]:
     graphs |= {f"{part:.0%} of the bytes": graph_of(name, int(part * most)) for part in PARTS}
     losses = {key: [float(graph(*batch)) for _ in range(2)] for key, graph in graphs.items() if graph is not plain}
     assert len({tuple(x) for x in losses.values()}) == 1, f"the bits differ: {losses}"
-    times = in_turn({key: partial(graph, *batch) for key, graph in graphs.items()}, rounds)
+    times = take_turns({key: partial(graph, *batch) for key, graph in graphs.items()}, rounds)
     return [row(name, key, graph, batch, times) for key, graph in graphs.items()]
 
 
@@ -85,17 +84,6 @@ def row(name: str, key: str, graph: TrainGraph, batch: Any, times: dict[str, lis
     equal = "yes" if peak == memory.peak else f"NO ({peak:,})"
     cells = [name, key, f"{memory.activations / 1e6:.2f}", f"{memory.peak / 1e6:.2f}", equal]
     return [*cells, str(len(graph.plan.recomputed)), f"{ratio:.2f}", f"{min(times[key]) * 1e3:.0f}"]
-
-
-def in_turn(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of the processor, round by round."""
-    found: dict[str, list[float]] = {key: [] for key in steps}
-    for _ in range(rounds + 2):
-        for key, step in steps.items():
-            started = time.process_time()
-            step()
-            found[key].append(time.process_time() - started)
-    return {key: seconds[2:] for key, seconds in found.items()}
 
 
 # ---- torch's own
@@ -117,7 +105,7 @@ def beside(name: str, rounds: int) -> list[list[str]]:
         steps[f"{part:.2f}"] = partial(_step, compiled, optimizer, batch)
         with config.patch(activation_memory_budget=part):
             steps[f"{part:.2f}"]()
-    times = in_turn(steps, rounds)
+    times = take_turns(steps, rounds)
     plain = times["1.00"]
     return [
         [

@@ -38,6 +38,7 @@ from graphzero.testing.compare import random_inputs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
 from models import CASES, OPTIMIZERS
+from parity import TrainGraph
 
 SECONDS, BYTES = 2.0, 200 * 2**20
 RUN_BYTES = 2**24  # of all values of a program together: a larger one is planned, and not run
@@ -47,26 +48,13 @@ MODELS = (("mlp", "adamw"), ("mlp", "sgd"), ("convnet", "sgd"), ("gpt2", "sgd"))
 PASSES = ("pin", "propagate", "lower_boxing", "overlap", "slots")
 
 
-class Step(gz.Graph):
-    """One step of training on a model of ``models``."""
-
-    def __init__(self, model: torch.nn.Module, where: gz.Placement, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(where)
-        self.model = model
-        self.add_optimizer(optimizer, clip_grad_norm=1.0)
-
-    def build(self, *batch: torch.Tensor) -> torch.Tensor:
-        loss = self.model(*batch)
-        loss.backward()
-        return loss
-
-
 def seeds(models: tuple[tuple[str, str], ...] = MODELS) -> dict[str, str]:
     """Programs of real models at stages 0 to 3 on one and two axes, as captured, on the way, and final."""
     found: dict[str, str] = {}
     for (name, optimizer), (where, ranks) in ((m, p) for m in models for p in PLACEMENTS.items()):
         model = CASES[name].model()
-        graph = Step(model, gz.placement("cpu", ranks, virtual=True), OPTIMIZERS[optimizer](model.parameters(), 1)[0])
+        place, (made, _) = gz.placement("cpu", ranks, virtual=True), OPTIMIZERS[optimizer](model.parameters(), 1)
+        graph = TrainGraph(model, made, placement=place, clip_grad_norm=1.0)
         for stage in range(4):
             if stage:
                 graph.config.enable_zero(stage=stage)
@@ -81,20 +69,8 @@ def seeds(models: tuple[tuple[str, str], ...] = MODELS) -> dict[str, str]:
 
 
 NUMBERS = (
-    "0",
-    "1",
-    "-1",
-    "2",
-    "3",
-    "7",
-    "64",
-    "4096",
-    "2000000000",
-    str(2**31),
-    str(2**63 - 1),
-    str(2**63),
-    "9" * 5000,
-)
+    "0", "1", "-1", "2", "3", "7", "64", "4096", "2000000000", str(2**31), str(2**63 - 1), str(2**63), "9" * 5000,
+)  # fmt: skip
 TOKENS = (
     "S(0)", "S(1)", "S(7)", "S(0, 2)", "B", "P", "P(max)", "?", "!", "f32[8, 32]", "bool[]", "i64[8]", "c64[2]", "_",
     "float", "int", "torch.float64", "torch.os", "operator.mul", "operator.methodcaller('x')", "launch", "wait",
@@ -319,18 +295,8 @@ def name_texts(every: int = 1) -> Iterator[str]:
 
 
 EFFECTS = (
-    "os.",
-    "subprocess.",
-    "socket.",
-    "shutil.",
-    "open",
-    "exec",
-    "compile",
-    "import",
-    "ctypes.",
-    "pickle.",
-    "marshal.",
-)
+    "os.", "subprocess.", "socket.", "shutil.", "open", "exec", "compile", "import", "ctypes.", "pickle.", "marshal.",
+)  # fmt: skip
 
 
 class Watch:

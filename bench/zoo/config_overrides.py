@@ -20,7 +20,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": 32},
     "autoformer|informer|time_series_transformer": {"prediction_length": 4, "context_length": 16},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
-    "pp_lcnet|pp_lcnet_v3": {},
     "swin|donut-swin|maskformer-swin|swinv2": {"embed_dim": 16, "num_heads": [1, 1, 2, 2], "window_size": 4},
     "llava_next|llava_next_video|llava_onevision|granite4_vision": {"image_grid_pinpoints": [[64, 64]]},
     "qwen2_vl": {"vision_config": {"embed_dim": 32, "hidden_size": 32}},
@@ -35,6 +34,3 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dinov3_vit": {"pos_embed_shift": None, "pos_embed_jitter": None, "pos_embed_rescale": None},
     "bridgetower": {"num_attention_heads": 4},
 }
-
-# What a configuration's own default lacks, to be made at all.
-STARTS: dict[str, dict[str, Any]] = {}

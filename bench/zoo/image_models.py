@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,23 +18,9 @@ from zoo.trial import Skip, Trial
 
 BATCH, CLASSES = 4, 10
 SMALL = (
-    "^test_",
-    "atto",
-    "femto",
-    "pico",
-    "zepto",
-    "nano",
-    "xxs",
-    "xxtiny",
-    "_050",
-    "xs",
-    "tiny",
-    "[a-z]0",
-    "small",
-    "18",
-    "26",
-    "_s",
-)
+    "^test_", "atto", "femto", "pico", "zepto", "nano", "xxs", "xxtiny", "_050", "xs", "tiny", "[a-z]0", "small", "18",
+    "26", "_s",
+)  # fmt: skip
 SIZES = (64, 96, 128, 224, 256)
 
 TORCHVISION = (
@@ -135,9 +120,8 @@ def of_torchvision(name: str) -> Trial:
     elif name == "maxvit_t":
         model = torchvision.models.MaxVit((64, 64), 16, 8, 2, [16, 32], [1, 1], 0.0, num_classes=CLASSES)
     else:
-        if "resnet50" in name or "mobilenet_v3_large" in name:
-            given["weights_backbone"] = None if "resnet50_32" not in name and name not in ("resnet50",) else ...
-            given = {k: v for k, v in given.items() if v is not ...}
+        if re.match("fcn|deeplab|lraspp", name):
+            given["weights_backbone"] = None
         if name in ("googlenet", "inception_v3"):
             given["init_weights"] = False
             size = 96
@@ -204,6 +188,3 @@ def detector(name: str) -> Trial:
         return {"x": torch.rand(BATCH, 3, 64, 64), "boxes": boxes, "y": torch.randint(1, CLASSES, (BATCH, 2))}
 
     return Trial(Detector(), draw)
-
-
-__all__ = ["cases", "inspect"]

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zoo.config_overrides import OVERRIDES, STARTS
+from zoo.config_overrides import OVERRIDES
 
 WIDTH, LAYERS, HEAD, VOCABULARY, IMAGE, POSITIONS = 32, 2, 8, 128, 32, 64
 PLAIN_IDS = 96  # drawn tokens are below, and special ones from here on
@@ -97,7 +97,7 @@ def tiny(config_class: Any, level: int = 0) -> Any:
         2 leaves sizes of images and windows too.
     """
     kind = config_class.model_type
-    shrunk = _shrink(config_class(**STARTS.get(kind, {})).to_dict(), {}, LEVELS[level])
+    shrunk = _shrink(config_class().to_dict(), {}, LEVELS[level])
     for pattern, changes in OVERRIDES.items():
         if re.fullmatch(pattern, kind):
             _merge(shrunk, changes)

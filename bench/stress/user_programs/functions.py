@@ -9,100 +9,76 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, jvp, stack_module_state, vjp, vmap
 
-from stress.user_programs.program import Program, classes, floats, mlp, program, sgd, square, trained
+from stress.user_programs.program import Program, built_by, by_step, classes, floats, mlp, program, sgd, square, trained
 
 
-@program()
-def functional_call_of_scaled_weights() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        weights = {name: 0.5 * p for name, p in m.named_parameters()}
-        return trained(F.cross_entropy(functional_call(m, weights, (x,)), y))
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def functional_call_of_scaled_weights(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    weights = {name: 0.5 * p for name, p in m.named_parameters()}
+    return trained(F.cross_entropy(functional_call(m, weights, (x,)), y))
 
 
-@program()
-def gradients_per_row() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        weights = {name: p.detach() for name, p in m.named_parameters()}
+@built_by(by_step)
+def gradients_per_row(m: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    weights = {name: p.detach() for name, p in m.named_parameters()}
 
-        def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(functional_call(m, weights, (x[None],)), y[None])
+    def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(m, weights, (x[None],)), y[None])
 
-        rows = vmap(grad(loss), in_dims=(None, 0, 0))(weights, x, y)
-        norms = torch.stack([g.flatten(1).norm(dim=1) for g in rows.values()]).norm(dim=0)
-        return trained(F.cross_entropy(m(x), y)), norms
-
-    return Program(mlp(), step)
+    rows = vmap(grad(loss), in_dims=(None, 0, 0))(weights, x, y)
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in rows.values()]).norm(dim=0)
+    return trained(F.cross_entropy(m(x), y)), norms
 
 
-@program()
-def private_gradients_clipped_per_row() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        weights = {name: p.detach() for name, p in m.named_parameters()}
+@built_by(by_step)
+def private_gradients_clipped_per_row(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    weights = {name: p.detach() for name, p in m.named_parameters()}
 
-        def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(functional_call(m, weights, (x[None],)), y[None])
+    def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(m, weights, (x[None],)), y[None])
 
-        rows, losses = vmap(grad_and_value(loss), in_dims=(None, 0, 0))(weights, x, y)
-        norms = torch.stack([g.flatten(1).norm(dim=1) for g in rows.values()]).norm(dim=0)
-        factor = (0.5 / norms).clamp(max=1.0)
-        for name, p in m.named_parameters():
-            p.grad = torch.einsum("b,b...->...", factor, rows[name]) / len(x)
-        return losses.mean()
-
-    return Program(mlp(), step)
+    rows, losses = vmap(grad_and_value(loss), in_dims=(None, 0, 0))(weights, x, y)
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in rows.values()]).norm(dim=0)
+    factor = (0.5 / norms).clamp(max=1.0)
+    for name, p in m.named_parameters():
+        p.grad = torch.einsum("b,b...->...", factor, rows[name]) / len(x)
+    return losses.mean()
 
 
-@program()
-def inner_loop() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        weights = dict(m.named_parameters())
+@built_by(by_step)
+def inner_loop(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    weights = dict(m.named_parameters())
 
-        def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-            return F.cross_entropy(functional_call(m, weights, (x,)), y)
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(m, weights, (x,)), y)
 
-        for _ in range(2):
-            slopes = grad(loss)(weights, x)
-            weights = {name: p - 0.1 * slopes[name] for name, p in weights.items()}
-        return trained(loss(weights, -x))
-
-    return Program(mlp(), step)
+    for _ in range(2):
+        slopes = grad(loss)(weights, x)
+        weights = {name: p - 0.1 * slopes[name] for name, p in weights.items()}
+    return trained(loss(weights, -x))
 
 
-@program(floats(5))
-def jacobian_penalty() -> Program:
-    def step(m: nn.Module, x: Tensor) -> Tensor:
-        return trained(square(m(x)) + vmap(jacrev(lambda row: m(row[None])[0]))(x).pow(2).sum((1, 2)).mean())
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(5))
+def jacobian_penalty(m: nn.Module, x: Tensor) -> Tensor:
+    return trained(square(m(x)) + vmap(jacrev(lambda row: m(row[None])[0]))(x).pow(2).sum((1, 2)).mean())
 
 
-@program(floats(5), floats(5))
-def forward_derivative() -> Program:
-    def step(m: nn.Module, x: Tensor, v: Tensor) -> Tensor:
-        out, slope = jvp(m, (x,), (v,))
-        return trained(square(out) + square(slope))
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(5), floats(5))
+def forward_derivative(m: nn.Module, x: Tensor, v: Tensor) -> Tensor:
+    out, slope = jvp(m, (x,), (v,))
+    return trained(square(out) + square(slope))
 
 
-@program(floats(5))
-def vector_jacobian_product() -> Program:
-    def step(m: nn.Module, x: Tensor) -> Tensor:
-        out, pull = vjp(m, x)
-        return trained(square(out) + square(pull(torch.ones_like(out))[0]))
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(5))
+def vector_jacobian_product(m: nn.Module, x: Tensor) -> Tensor:
+    out, pull = vjp(m, x)
+    return trained(square(out) + square(pull(torch.ones_like(out))[0]))
 
 
-@program(floats(3))
-def laplacian_of_a_network() -> Program:
-    def step(m: nn.Module, x: Tensor) -> Tensor:
-        curves = vmap(hessian(lambda row: m(row[None]).sum()))(x)
-        return trained(square(torch.diagonal(curves, dim1=1, dim2=2).sum(1) - x.sum(1)))
-
-    return Program(mlp(3, 1), step)
+@built_by(lambda step: Program(mlp(3, 1), step), floats(3))
+def laplacian_of_a_network(m: nn.Module, x: Tensor) -> Tensor:
+    curves = vmap(hessian(lambda row: m(row[None]).sum()))(x)
+    return trained(square(torch.diagonal(curves, dim1=1, dim2=2).sum(1) - x.sum(1)))
 
 
 @program()
@@ -135,17 +111,14 @@ def stacked_state_of_an_ensemble() -> Program:
     return Program(model, step)
 
 
-@program(floats(4, 5), classes(4))
-def vmap_over_rows() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        def row(tokens: Tensor, label: Tensor) -> Tensor:
-            out = m(tokens)
-            weights = torch.softmax(out.sum(1), 0)
-            return F.cross_entropy((weights[:, None] * out).sum(0), label)
+@built_by(by_step, floats(4, 5), classes(4))
+def vmap_over_rows(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def row(tokens: Tensor, label: Tensor) -> Tensor:
+        out = m(tokens)
+        weights = torch.softmax(out.sum(1), 0)
+        return F.cross_entropy((weights[:, None] * out).sum(0), label)
 
-        return trained(vmap(row)(x, y).mean())
-
-    return Program(mlp(), step)
+    return trained(vmap(row)(x, y).mean())
 
 
 @program(floats(5))
@@ -183,25 +156,19 @@ def neural_ode() -> Program:
     return Program(model, step, [sgd(model.parameters())])
 
 
-@program(floats(2))
-def physics_informed() -> Program:
-    def step(m: nn.Module, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        u = m(x)
-        (slope,) = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)
-        (curve,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
-        return trained(square(slope[:, 1] + u[:, 0] * slope[:, 0] - 0.1 * curve[:, 0]))
-
-    return Program(mlp(2, 1), step)
+@built_by(lambda step: Program(mlp(2, 1), step), floats(2))
+def physics_informed(m: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    u = m(x)
+    (slope,) = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)
+    (curve,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+    return trained(square(slope[:, 1] + u[:, 0] * slope[:, 0] - 0.1 * curve[:, 0]))
 
 
-@program(floats(3, 3))
-def energy_and_forces() -> Program:
-    def step(m: nn.Module, places: Tensor) -> tuple[Tensor, Tensor]:
-        places = places.clone().requires_grad_()
-        apart = (places[:, :, None] - places[:, None]).pow(2).sum(-1) + torch.eye(3)
-        energy = m(apart.flatten(1)).sum(1)
-        forces = -torch.autograd.grad(energy.sum(), places, create_graph=True)[0]
-        return trained(F.mse_loss(energy, energy.detach() * 0.5) + square(forces - 0.1)), forces
-
-    return Program(mlp(9, 1), step)
+@built_by(lambda step: Program(mlp(9, 1), step), floats(3, 3))
+def energy_and_forces(m: nn.Module, places: Tensor) -> tuple[Tensor, Tensor]:
+    places = places.clone().requires_grad_()
+    apart = (places[:, :, None] - places[:, None]).pow(2).sum(-1) + torch.eye(3)
+    energy = m(apart.flatten(1)).sum(1)
+    forces = -torch.autograd.grad(energy.sum(), places, create_graph=True)[0]
+    return trained(F.mse_loss(energy, energy.detach() * 0.5) + square(forces - 0.1)), forces

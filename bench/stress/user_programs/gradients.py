@@ -7,107 +7,80 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from stress.user_programs.program import Program, floats, mlp, program, sgd, square, trained
+from stress.user_programs.program import Program, built_by, by_step, floats, mlp, program, sgd, square, trained
 
 
-@program()
-def two_backwards() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        out = model(x)
-        first, second = F.cross_entropy(out, y), square(out)
-        first.backward(retain_graph=True)
-        second.backward()
-        return first, second
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def two_backwards(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    out = model(x)
+    first, second = F.cross_entropy(out, y), square(out)
+    first.backward(retain_graph=True)
+    second.backward()
+    return first, second
 
 
-@program()
-def backward_with_a_gradient() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        out = model(x)
-        out.backward(torch.full_like(out, 0.25) * x[:, :4].detach())
-        return out
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def backward_with_a_gradient(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out = model(x)
+    out.backward(torch.full_like(out, 0.25) * x[:, :4].detach())
+    return out
 
 
-@program()
-def backward_of_a_list() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        out = model(x)
-        losses = [F.cross_entropy(out, y), 0.1 * square(out)]
-        torch.autograd.backward(losses)
-        return sum(losses)
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def backward_of_a_list(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out = model(x)
+    losses = [F.cross_entropy(out, y), 0.1 * square(out)]
+    torch.autograd.backward(losses)
+    return sum(losses)
 
 
-@program()
-def cut_between_two_halves() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        h = model[0](x)
-        cut = h.detach().requires_grad_()
-        loss = trained(F.cross_entropy(model[2](torch.tanh(cut)), y))
-        h.backward(cut.grad)
-        return loss
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def cut_between_two_halves(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    h = model[0](x)
+    cut = h.detach().requires_grad_()
+    loss = trained(F.cross_entropy(model[2](torch.tanh(cut)), y))
+    h.backward(cut.grad)
+    return loss
 
 
-@program()
-def gradients_by_autograd_grad() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x), y)
-        parameters = list(model.parameters())
-        for p, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            p.grad = grad
-        return loss
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def gradients_by_autograd_grad(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    parameters = list(model.parameters())
+    for p, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        p.grad = grad
+    return loss
 
 
-@program()
-def gradient_penalty_of_inputs() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        out = model(x)
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return trained(F.cross_entropy(out, y) + 0.1 * (slope.norm(dim=1) - 1).pow(2).mean())
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def gradient_penalty_of_inputs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return trained(F.cross_entropy(out, y) + 0.1 * (slope.norm(dim=1) - 1).pow(2).mean())
 
 
-@program()
-def gradient_penalty_of_parameters() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x), y)
-        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        return trained(loss + 0.1 * sum(grad.pow(2).sum() for grad in grads))
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def gradient_penalty_of_parameters(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return trained(loss + 0.1 * sum(grad.pow(2).sum() for grad in grads))
 
 
-@program()
-def hessian_vector_product() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        loss = F.cross_entropy(model(x), y)
-        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        product = torch.autograd.grad(sum(grad.sum() for grad in grads), list(model.parameters()), retain_graph=True)
-        trained(loss)
-        return loss, sum(one.abs().sum() for one in product)
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def hessian_vector_product(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    loss = F.cross_entropy(model(x), y)
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    product = torch.autograd.grad(sum(grad.sum() for grad in grads), list(model.parameters()), retain_graph=True)
+    trained(loss)
+    return loss, sum(one.abs().sum() for one in product)
 
 
-@program()
-def adversarial_inputs() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        probe = x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(F.cross_entropy(model(probe), y), probe)
-        return trained(F.cross_entropy(model(x + 0.1 * slope.sign()), y))
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def adversarial_inputs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    probe = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(F.cross_entropy(model(probe), y), probe)
+    return trained(F.cross_entropy(model(x + 0.1 * slope.sign()), y))
 
 
 class Clipped(torch.autograd.Function):
@@ -138,13 +111,10 @@ class Round(torch.autograd.Function):
         return grad
 
 
-@program()
-def straight_through_rounding() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        h = F.linear(x, Round.apply(model[0].weight), model[0].bias)
-        return trained(F.cross_entropy(model[2](torch.tanh(h)), y))
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def straight_through_rounding(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    h = F.linear(x, Round.apply(model[0].weight), model[0].bias)
+    return trained(F.cross_entropy(model[2](torch.tanh(h)), y))
 
 
 class Scaled(torch.autograd.Function):
@@ -214,13 +184,10 @@ def checkpointed_sequence() -> Program:
     )
 
 
-@program()
-def reentrant_checkpoint() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        h = checkpoint(model[:2], x.clone().requires_grad_(), use_reentrant=True)
-        return trained(F.cross_entropy(model[2](h), y))
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def reentrant_checkpoint(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    h = checkpoint(model[:2], x.clone().requires_grad_(), use_reentrant=True)
+    return trained(F.cross_entropy(model[2](h), y))
 
 
 @program()
@@ -229,14 +196,11 @@ def checkpointed_batch_norm() -> Program:
     return Program(model, lambda m, x, y: trained(F.cross_entropy(m[3](checkpoint(m[:3], x, use_reentrant=False)), y)))
 
 
-@program()
-def saved_tensors_packed() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (t, 1), lambda packed: packed[0]):
-            loss = F.cross_entropy(model(x), y)
-        return trained(loss)
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def saved_tensors_packed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t, 1), lambda packed: packed[0]):
+        loss = F.cross_entropy(model(x), y)
+    return trained(loss)
 
 
 @program()
@@ -298,66 +262,48 @@ def one_layer_many_times() -> Program:
     return Program(model, step)
 
 
-@program()
-def gradients_cleared_within_the_step() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        model.zero_grad()
-        first = F.cross_entropy(model(x), y)
-        first.backward()
-        model.zero_grad()
-        return trained(F.cross_entropy(model(2 * x), y))
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def gradients_cleared_within_the_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    model.zero_grad()
+    first = F.cross_entropy(model(x), y)
+    first.backward()
+    model.zero_grad()
+    return trained(F.cross_entropy(model(2 * x), y))
 
 
-@program()
-def gradient_clipped_within_the_step() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        loss = trained(F.cross_entropy(model(x), y))
-        return loss, nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def gradient_clipped_within_the_step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    loss = trained(F.cross_entropy(model(x), y))
+    return loss, nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-@program()
-def gradient_values_clipped_within_the_step() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        loss = trained(F.cross_entropy(model(x), y))
-        nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        return loss
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def gradient_values_clipped_within_the_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = trained(F.cross_entropy(model(x), y))
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    return loss
 
 
-@program()
-def gradient_centralised_by_hand() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        loss = trained(F.cross_entropy(model(x), y))
-        for p in model.parameters():
-            if p.dim() > 1:
-                p.grad.sub_(p.grad.mean(1, keepdim=True))
-        return loss
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def gradient_centralised_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = trained(F.cross_entropy(model(x), y))
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.grad.sub_(p.grad.mean(1, keepdim=True))
+    return loss
 
 
-@program()
-def gradient_noise_scale_returned() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        loss = trained(F.cross_entropy(model(x), y))
-        return {"loss": loss, **{name: p.grad.norm() for name, p in model.named_parameters()}}
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def gradient_noise_scale_returned(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    loss = trained(F.cross_entropy(model(x), y))
+    return {"loss": loss, **{name: p.grad.norm() for name, p in model.named_parameters()}}
 
 
-@program()
-def gradient_set_to_none_for_one() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        loss = trained(F.cross_entropy(model(x), y))
-        model[0].bias.grad = None
-        return loss
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def gradient_set_to_none_for_one(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = trained(F.cross_entropy(model(x), y))
+    model[0].bias.grad = None
+    return loss
 
 
 @program()
@@ -373,14 +319,11 @@ def losses_of_tasks_weighted_by_learnt_variances() -> Program:
     return Program(model, step)
 
 
-@program()
-def no_gradient_for_a_part_of_the_batch() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        out = model(x)
-        kept = (y > 1)[:, None]
-        return trained(F.cross_entropy(torch.where(kept, out, out.detach()), y))
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def no_gradient_for_a_part_of_the_batch(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out = model(x)
+    kept = (y > 1)[:, None]
+    return trained(F.cross_entropy(torch.where(kept, out, out.detach()), y))
 
 
 @program(floats(5))
@@ -395,24 +338,18 @@ def inference_mode_for_the_target() -> Program:
     return Program(model, step, [sgd(model["online"].parameters())])
 
 
-@program()
-def set_grad_enabled_within() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with torch.set_grad_enabled(False):
-            h = model[:2](x)
-        with torch.enable_grad():
-            return trained(F.cross_entropy(model[2](h), y))
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def set_grad_enabled_within(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.set_grad_enabled(False):
+        h = model[:2](x)
+    with torch.enable_grad():
+        return trained(F.cross_entropy(model[2](h), y))
 
 
-@program()
-def twice_differentiable_activation() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        out = F.softplus(model(x)).sum(1)
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        (curve,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
-        return trained(square(out) + square(curve))
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def twice_differentiable_activation(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out = F.softplus(model(x)).sum(1)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (curve,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+    return trained(square(out) + square(curve))

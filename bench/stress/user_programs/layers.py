@@ -9,7 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from stress.user_programs.program import Program, classes, flags, floats, mlp, program, square, trained
+from stress.user_programs.program import (
+    Program,
+    built_by,
+    by_step,
+    classes,
+    flags,
+    floats,
+    mlp,
+    program,
+    square,
+    trained,
+)
 
 
 def module(name: str, make: Callable[[], nn.Module], *shape: int) -> None:
@@ -355,15 +366,12 @@ def method_other_than_forward() -> Program:
     return Program(Model(), lambda m, x, y: trained(m.training_step(x, y)))
 
 
-@program()
-def weights_read_without_the_module() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        weights = dict(m.named_parameters())
-        h = torch.tanh(torch.addmm(weights["0.bias"], x, weights["0.weight"].t()))
-        decay = sum(p.pow(2).sum() for p in m.parameters())
-        return trained(F.cross_entropy(h @ weights["2.weight"].t(), y) + 1e-2 * decay)
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def weights_read_without_the_module(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    weights = dict(m.named_parameters())
+    h = torch.tanh(torch.addmm(weights["0.bias"], x, weights["0.weight"].t()))
+    decay = sum(p.pow(2).sum() for p in m.parameters())
+    return trained(F.cross_entropy(h @ weights["2.weight"].t(), y) + 1e-2 * decay)
 
 
 @program(floats(3, 8, 8))

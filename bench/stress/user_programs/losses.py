@@ -6,7 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stress.user_programs.program import Program, adam, classes, each, flags, floats, mlp, program, sgd, square, trained
+from stress.user_programs.program import (
+    Program,
+    adam,
+    built_by,
+    by_step,
+    classes,
+    each,
+    flags,
+    floats,
+    mlp,
+    program,
+    sgd,
+    square,
+    trained,
+)
 
 WEIGHTS = [0.2, 1.0, 3.0, 0.5]
 
@@ -73,13 +87,10 @@ def class_weights_in_a_frozen_parameter() -> Program:
     return Program(model, step)
 
 
-@program()
-def class_weights_of_the_batch() -> Program:
-    def loss(out: Tensor, y: Tensor) -> Tensor:
-        counts = torch.bincount(y, minlength=4).to(out.dtype) + 1
-        return F.cross_entropy(out, y, weight=len(y) / counts)
-
-    return of(loss)
+@built_by(of)
+def class_weights_of_the_batch(out: Tensor, y: Tensor) -> Tensor:
+    counts = torch.bincount(y, minlength=4).to(out.dtype) + 1
+    return F.cross_entropy(out, y, weight=len(y) / counts)
 
 
 @program(floats(5), floats(4))
@@ -92,33 +103,24 @@ def cross_entropy_of_tokens() -> Program:
     return Program(mlp(), lambda m, x, y: trained(F.cross_entropy(m(x).transpose(1, 2), y, ignore_index=3)))
 
 
-@program(floats(6, 5), classes(4, 6), flags(6))
-def tokens_of_a_mask() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
-        rows = F.cross_entropy(m(x).flatten(0, 1), y.flatten(), reduction="none").view_as(y)
-        return trained((rows * keep).sum() / keep.sum())
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(6, 5), classes(4, 6), flags(6))
+def tokens_of_a_mask(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
+    rows = F.cross_entropy(m(x).flatten(0, 1), y.flatten(), reduction="none").view_as(y)
+    return trained((rows * keep).sum() / keep.sum())
 
 
-@program(floats(6, 5), classes(4, 6), flags(6))
-def labels_masked_with_minus_hundred() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
-        labels = y.masked_fill(~keep, -100)
-        logits, labels = m(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        count = (labels != -100).sum().clamp(min=1)
-        return trained(F.cross_entropy(logits, labels, reduction="sum") / count)
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(6, 5), classes(4, 6), flags(6))
+def labels_masked_with_minus_hundred(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
+    labels = y.masked_fill(~keep, -100)
+    logits, labels = m(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    count = (labels != -100).sum().clamp(min=1)
+    return trained(F.cross_entropy(logits, labels, reduction="sum") / count)
 
 
-@program(floats(6, 5), classes(4, 6), flags(6))
-def mean_of_rows_of_means() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
-        rows = F.cross_entropy(m(x).flatten(0, 1), y.flatten(), reduction="none").view_as(y)
-        return trained(((rows * keep).sum(1) / keep.sum(1)).mean())
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(6, 5), classes(4, 6), flags(6))
+def mean_of_rows_of_means(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
+    rows = F.cross_entropy(m(x).flatten(0, 1), y.flatten(), reduction="none").view_as(y)
+    return trained(((rows * keep).sum(1) / keep.sum(1)).mean())
 
 
 @program(floats(5), floats(4))
@@ -127,87 +129,63 @@ def binary_with_positive_weights() -> Program:
     return Program(mlp(), lambda m, x, y: trained(loss(m(x), (y > 0).to(x.dtype))))
 
 
-@program()
-def focal_loss() -> Program:
-    def loss(out: Tensor, y: Tensor) -> Tensor:
-        logs = out.log_softmax(-1).gather(1, y[:, None])[:, 0]
-        return -((1 - logs.exp()) ** 2 * logs).mean()
-
-    return of(loss)
+@built_by(of)
+def focal_loss(out: Tensor, y: Tensor) -> Tensor:
+    logs = out.log_softmax(-1).gather(1, y[:, None])[:, 0]
+    return -((1 - logs.exp()) ** 2 * logs).mean()
 
 
-@program()
-def hard_examples_only() -> Program:
-    def loss(out: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(out, y, reduction="none").topk(8).values.mean()
-
-    return of(loss)
+@built_by(of)
+def hard_examples_only(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="none").topk(8).values.mean()
 
 
-@program()
-def loss_above_a_quantile() -> Program:
-    def loss(out: Tensor, y: Tensor) -> Tensor:
-        rows = F.cross_entropy(out, y, reduction="none")
-        kept = (rows >= rows.detach().median()).to(rows.dtype)
-        return (rows * kept).sum() / kept.sum()
-
-    return of(loss)
+@built_by(of)
+def loss_above_a_quantile(out: Tensor, y: Tensor) -> Tensor:
+    rows = F.cross_entropy(out, y, reduction="none")
+    kept = (rows >= rows.detach().median()).to(rows.dtype)
+    return (rows * kept).sum() / kept.sum()
 
 
-@program(floats(5), floats(5))
-def contrastive_over_the_batch() -> Program:
-    def step(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
-        a, b = F.normalize(m(x), dim=-1), F.normalize(m(z), dim=-1)
-        logits, own = a @ b.t() / 0.2, torch.arange(len(x))
-        return trained((F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2)
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(5), floats(5))
+def contrastive_over_the_batch(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
+    a, b = F.normalize(m(x), dim=-1), F.normalize(m(z), dim=-1)
+    logits, own = a @ b.t() / 0.2, torch.arange(len(x))
+    return trained((F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2)
 
 
-@program(floats(5), floats(5))
-def nt_xent() -> Program:
-    def step(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
-        both = F.normalize(torch.cat([m(x), m(z)]), dim=1)
-        alike = both @ both.t() / 0.5
-        alike = alike.masked_fill(torch.eye(len(both), dtype=torch.bool), -1e9)
-        pairs = torch.arange(len(both)).roll(len(x))
-        return trained(F.cross_entropy(alike, pairs))
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(5), floats(5))
+def nt_xent(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
+    both = F.normalize(torch.cat([m(x), m(z)]), dim=1)
+    alike = both @ both.t() / 0.5
+    alike = alike.masked_fill(torch.eye(len(both), dtype=torch.bool), -1e9)
+    pairs = torch.arange(len(both)).roll(len(x))
+    return trained(F.cross_entropy(alike, pairs))
 
 
-@program()
-def supervised_contrastive() -> Program:
-    def loss(out: Tensor, y: Tensor) -> Tensor:
-        z = F.normalize(out, dim=1)
-        same = (y[:, None] == y[None]).to(out.dtype) - torch.eye(len(y))
-        logs = (z @ z.t() / 0.5 - 1e9 * torch.eye(len(y))).log_softmax(1)
-        return -((same * logs).sum(1) / same.sum(1).clamp(min=1)).mean()
-
-    return of(loss)
+@built_by(of)
+def supervised_contrastive(out: Tensor, y: Tensor) -> Tensor:
+    z = F.normalize(out, dim=1)
+    same = (y[:, None] == y[None]).to(out.dtype) - torch.eye(len(y))
+    logs = (z @ z.t() / 0.5 - 1e9 * torch.eye(len(y))).log_softmax(1)
+    return -((same * logs).sum(1) / same.sum(1).clamp(min=1)).mean()
 
 
-@program(floats(5), floats(5))
-def barlow_twins() -> Program:
-    def step(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
-        a, b = m(x), m(z)
-        a, b = (a - a.mean(0)) / a.std(0), (b - b.mean(0)) / b.std(0)
-        c = a.t() @ b / len(x)
-        off = c.pow(2).sum() - c.diagonal().pow(2).sum()
-        return trained((c.diagonal() - 1).pow(2).sum() + 0.01 * off)
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(5), floats(5))
+def barlow_twins(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
+    a, b = m(x), m(z)
+    a, b = (a - a.mean(0)) / a.std(0), (b - b.mean(0)) / b.std(0)
+    c = a.t() @ b / len(x)
+    off = c.pow(2).sum() - c.diagonal().pow(2).sum()
+    return trained((c.diagonal() - 1).pow(2).sum() + 0.01 * off)
 
 
-@program(floats(5), floats(5))
-def vicreg() -> Program:
-    def step(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
-        a, b = m(x), m(z)
-        spread = sum(F.relu(1 - torch.sqrt(h.var(0) + 1e-4)).mean() for h in (a, b))
-        covariance = sum(torch.cov(h.t()).fill_diagonal_(0).pow(2).sum() / 4 for h in (a, b))
-        return trained(F.mse_loss(a, b) + spread + covariance)
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(5), floats(5))
+def vicreg(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
+    a, b = m(x), m(z)
+    spread = sum(F.relu(1 - torch.sqrt(h.var(0) + 1e-4)).mean() for h in (a, b))
+    covariance = sum(torch.cov(h.t()).fill_diagonal_(0).pow(2).sum() / 4 for h in (a, b))
+    return trained(F.mse_loss(a, b) + spread + covariance)
 
 
 @program(floats(5), floats(5), floats(5))
@@ -215,16 +193,13 @@ def triplets() -> Program:
     return Program(mlp(), lambda m, x, y, z: trained(F.triplet_margin_loss(m(x), m(y), m(z), margin=0.5)))
 
 
-@program()
-def hardest_triplets() -> Program:
-    def loss(out: Tensor, y: Tensor) -> Tensor:
-        apart = torch.cdist(out, out + 1e-3)
-        same = y[:, None] == y[None]
-        far = apart.masked_fill(~same, -1.0).amax(1)
-        near = apart.masked_fill(same, 1e9).amin(1)
-        return F.relu(far - near + 1.0).mean()
-
-    return of(loss)
+@built_by(of)
+def hardest_triplets(out: Tensor, y: Tensor) -> Tensor:
+    apart = torch.cdist(out, out + 1e-3)
+    same = y[:, None] == y[None]
+    far = apart.masked_fill(~same, -1.0).amax(1)
+    near = apart.masked_fill(same, 1e9).amin(1)
+    return F.relu(far - near + 1.0).mean()
 
 
 @program()
@@ -241,14 +216,11 @@ def teacher_without_gradients() -> Program:
     return Program(model, step, [sgd(model["student"].parameters())])
 
 
-@program(floats(5), classes(4), floats())
-def policy_gradient() -> Program:
-    def step(m: nn.Module, x: Tensor, action: Tensor, reward: Tensor) -> Tensor:
-        advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
-        policy = torch.distributions.Categorical(logits=m(x))
-        return trained(-(policy.log_prob(action) * advantage).mean() - 0.01 * policy.entropy().mean())
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(5), classes(4), floats())
+def policy_gradient(m: nn.Module, x: Tensor, action: Tensor, reward: Tensor) -> Tensor:
+    advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
+    policy = torch.distributions.Categorical(logits=m(x))
+    return trained(-(policy.log_prob(action) * advantage).mean() - 0.01 * policy.entropy().mean())
 
 
 @program(floats(5), classes(4), floats(), floats())
@@ -282,16 +254,13 @@ def q_learning() -> Program:
     return Program(model, step, [adam(model["online"].parameters())])
 
 
-@program(floats(6, 5), floats(6))
-def returns_by_a_loop() -> Program:
-    def step(m: nn.Module, x: Tensor, reward: Tensor) -> Tensor:
-        total, returns = torch.zeros(len(x)), []
-        for t in reversed(range(reward.shape[1])):
-            total = reward[:, t] + 0.9 * total
-            returns.insert(0, total)
-        return trained(F.mse_loss(m(x)[..., 0], torch.stack(returns, 1)))
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(6, 5), floats(6))
+def returns_by_a_loop(m: nn.Module, x: Tensor, reward: Tensor) -> Tensor:
+    total, returns = torch.zeros(len(x)), []
+    for t in reversed(range(reward.shape[1])):
+        total = reward[:, t] + 0.9 * total
+        returns.insert(0, total)
+    return trained(F.mse_loss(m(x)[..., 0], torch.stack(returns, 1)))
 
 
 @program(floats(5), floats(5))
@@ -337,13 +306,10 @@ def diffusion() -> Program:
     return Program(model, step)
 
 
-@program(floats(5), each(0.0, 0.5, 1.0))
-def annealed_weight_of_a_loss() -> Program:
-    def step(m: nn.Module, x: Tensor, weight: float) -> Tensor:
-        out = m(x)
-        return trained(square(out) + weight * out.abs().mean())
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(5), each(0.0, 0.5, 1.0))
+def annealed_weight_of_a_loss(m: nn.Module, x: Tensor, weight: float) -> Tensor:
+    out = m(x)
+    return trained(square(out) + weight * out.abs().mean())
 
 
 @program(floats(5), floats(4))
@@ -358,32 +324,23 @@ def mixture_density() -> Program:
     return Program(model, step)
 
 
-@program(floats(5), classes(4))
-def mixup() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        share, other = 0.3, torch.arange(len(x)).flip(0)
-        out = m(share * x + (1 - share) * x[other])
-        return trained(share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[other]))
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(5), classes(4))
+def mixup(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    share, other = 0.3, torch.arange(len(x)).flip(0)
+    out = m(share * x + (1 - share) * x[other])
+    return trained(share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[other]))
 
 
-@program(floats(5), classes(4))
-def accuracy_and_confusion_returned() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        out = m(x)
-        guess = out.argmax(-1)
-        confusion = torch.zeros(4, 4, dtype=torch.long).index_put_((y, guess), torch.ones_like(y), accumulate=True)
-        return {"loss": trained(F.cross_entropy(out, y)), "right": (guess == y).sum(), "confusion": confusion}
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(5), classes(4))
+def accuracy_and_confusion_returned(m: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    out = m(x)
+    guess = out.argmax(-1)
+    confusion = torch.zeros(4, 4, dtype=torch.long).index_put_((y, guess), torch.ones_like(y), accumulate=True)
+    return {"loss": trained(F.cross_entropy(out, y)), "right": (guess == y).sum(), "confusion": confusion}
 
 
-@program(floats(6, 5), classes(4, 3))
-def ctc() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        logs = m(x).log_softmax(-1).transpose(0, 1)
-        given, wanted = torch.full((len(x),), 6), torch.full((len(x),), 3)
-        return trained(F.ctc_loss(logs, y.clamp(min=1), given, wanted))
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(6, 5), classes(4, 3))
+def ctc(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    logs = m(x).log_softmax(-1).transpose(0, 1)
+    given, wanted = torch.full((len(x),), 6), torch.full((len(x),), 3)
+    return trained(F.ctc_loss(logs, y.clamp(min=1), given, wanted))

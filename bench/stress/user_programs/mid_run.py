@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from stress.user_programs.program import Program, adam, mlp, program, sgd, trained
+from stress.user_programs.program import Program, adam, built_by, mlp, program, sgd, trained
 
 
 def classify(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -34,12 +35,9 @@ def frozen_in_between() -> Program:
     return between(lambda program, number: program.model[0].requires_grad_(number != 0) and None)
 
 
-@program()
-def bias_frozen_in_between() -> Program:
-    def action(program: Program, number: int) -> None:
-        program.model[2].bias.requires_grad = number == 1
-
-    return between(action)
+@built_by(between)
+def bias_frozen_in_between(program: Program, number: int) -> None:
+    program.model[2].bias.requires_grad = number == 1
 
 
 @program()
@@ -87,39 +85,27 @@ def optimizer_state_cleared_in_between() -> Program:
                    between=lambda program, number: program.optimizers[0].state.clear())  # fmt: skip
 
 
-@program()
-def parameters_reset_in_between() -> Program:
-    def action(program: Program, number: int) -> None:
-        torch.manual_seed(number)
-        program.model[0].reset_parameters()
-
-    return between(action, writes=True)
+@built_by(partial(between, writes=True))
+def parameters_reset_in_between(program: Program, number: int) -> None:
+    torch.manual_seed(number)
+    program.model[0].reset_parameters()
 
 
-@program()
-def weights_written_through_data() -> Program:
-    def action(program: Program, number: int) -> None:
-        program.model[0].weight.data.mul_(0.5)
-        program.model[2].bias.data.fill_(0.1 * number)
-
-    return between(action, writes=True)
+@built_by(partial(between, writes=True))
+def weights_written_through_data(program: Program, number: int) -> None:
+    program.model[0].weight.data.mul_(0.5)
+    program.model[2].bias.data.fill_(0.1 * number)
 
 
-@program()
-def rate_and_momentum_set_in_between() -> Program:
-    def action(program: Program, number: int) -> None:
-        for group in program.optimizers[0].param_groups:
-            group["lr"], group["momentum"] = 0.1 / (number + 2), 0.5
-
-    return between(action)
+@built_by(between)
+def rate_and_momentum_set_in_between(program: Program, number: int) -> None:
+    for group in program.optimizers[0].param_groups:
+        group["lr"], group["momentum"] = 0.1 / (number + 2), 0.5
 
 
-@program()
-def decay_switched_on_in_between() -> Program:
-    def action(program: Program, number: int) -> None:
-        program.optimizers[0].param_groups[0]["weight_decay"] = 0.1 * number
-
-    return between(action)
+@built_by(between)
+def decay_switched_on_in_between(program: Program, number: int) -> None:
+    program.optimizers[0].param_groups[0]["weight_decay"] = 0.1 * number
 
 
 @program()
@@ -160,13 +146,10 @@ def dropout_rate_changed_in_between() -> Program:
     return between(action, model)
 
 
-@program()
-def layer_replaced_in_between() -> Program:
-    def action(program: Program, number: int) -> None:
-        if number == 0:
-            program.model[1] = nn.ReLU()
-
-    return between(action)
+@built_by(between)
+def layer_replaced_in_between(program: Program, number: int) -> None:
+    if number == 0:
+        program.model[1] = nn.ReLU()
 
 
 @program()
@@ -182,13 +165,10 @@ def trained_layer_replaced_in_between() -> Program:
     return between(action, model)
 
 
-@program()
-def parameter_bound_anew_in_between() -> Program:
-    def action(program: Program, number: int) -> None:
-        if number == 1:
-            program.model[2].bias = None
-
-    return between(action)
+@built_by(between)
+def parameter_bound_anew_in_between(program: Program, number: int) -> None:
+    if number == 1:
+        program.model[2].bias = None
 
 
 @program()
@@ -202,13 +182,10 @@ def weights_tied_in_between() -> Program:
     return between(action, model)
 
 
-@program()
-def hook_added_in_between() -> Program:
-    def action(program: Program, number: int) -> None:
-        if number == 0:
-            program.model[0].register_forward_hook(lambda module, args, out: out * 0.5)
-
-    return between(action)
+@built_by(between)
+def hook_added_in_between(program: Program, number: int) -> None:
+    if number == 0:
+        program.model[0].register_forward_hook(lambda module, args, out: out * 0.5)
 
 
 @program()
@@ -222,13 +199,10 @@ def eager_evaluation_in_between() -> Program:
     return between(action, writes=True, watched={"losses": losses})
 
 
-@program()
-def eager_gradients_in_between() -> Program:
-    def action(program: Program, number: int) -> None:
-        program.model(torch.ones(3, 5)).sum().backward()
-        program.model.zero_grad()
-
-    return between(action, writes=True)
+@built_by(partial(between, writes=True))
+def eager_gradients_in_between(program: Program, number: int) -> None:
+    program.model(torch.ones(3, 5)).sum().backward()
+    program.model.zero_grad()
 
 
 @program()
@@ -241,13 +215,10 @@ def state_dicts_kept_in_between() -> Program:
     return between(action, writes=True, watched={"kept": kept})
 
 
-@program()
-def pruned_in_between() -> Program:
-    def action(program: Program, number: int) -> None:
-        if number == 0:
-            prune.l1_unstructured(program.model[0], "weight", amount=0.3)
-
-    return between(action, writes=True)
+@built_by(partial(between, writes=True))
+def pruned_in_between(program: Program, number: int) -> None:
+    if number == 0:
+        prune.l1_unstructured(program.model[0], "weight", amount=0.3)
 
 
 @program()
@@ -267,19 +238,13 @@ def model_copied_in_between() -> Program:
     return between(action, writes=True, watched={"copies": copies})
 
 
-@program()
-def gradient_left_in_between() -> Program:
-    def action(program: Program, number: int) -> None:
-        program.optimizers[0].zero_grad(set_to_none=True)
-
-    return between(action)
+@built_by(between)
+def gradient_left_in_between(program: Program, number: int) -> None:
+    program.optimizers[0].zero_grad(set_to_none=True)
 
 
-@program()
-def weight_decay_of_one_group_by_hand() -> Program:
-    def action(program: Program, number: int) -> None:
-        with torch.no_grad():
-            for p in program.model.parameters():
-                p.mul_(0.9)
-
-    return between(action, writes=True)
+@built_by(partial(between, writes=True))
+def weight_decay_of_one_group_by_hand(program: Program, number: int) -> None:
+    with torch.no_grad():
+        for p in program.model.parameters():
+            p.mul_(0.9)

@@ -10,7 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stress.user_programs.program import Program, classes, each, floats, mlp, program, square, trained
+from stress.user_programs.program import (
+    Program,
+    built_by,
+    by_step,
+    classes,
+    each,
+    floats,
+    mlp,
+    program,
+    square,
+    trained,
+)
 
 TIMES = each(0.5, 0.25, 0.75)
 
@@ -30,16 +41,13 @@ def float_that_is_asked_for_its_type() -> Program:
     return of(lambda out, y, t: F.cross_entropy(out * t if isinstance(t, float) else out * 100, y))
 
 
-@program(floats(5), classes(4), TIMES)
-def float_among_numbers_by_type() -> Program:
-    def loss(out: Tensor, y: Tensor, t: Any) -> Tensor:
-        match t:
-            case float():
-                return F.cross_entropy(out * t, y)
-            case _:
-                return F.cross_entropy(out * 100, y)
-
-    return of(loss)
+@built_by(of, floats(5), classes(4), TIMES)
+def float_among_numbers_by_type(out: Tensor, y: Tensor, t: Any) -> Tensor:
+    match t:
+        case float():
+            return F.cross_entropy(out * t, y)
+        case _:
+            return F.cross_entropy(out * 100, y)
 
 
 @program(floats(5), classes(4), TIMES)
@@ -92,15 +100,12 @@ def integer_that_scales() -> Program:
     return of(lambda out, y, t: F.cross_entropy(out / t, y))
 
 
-@program(floats(5), classes(4), each(1, 2, 1))
-def integer_that_counts_layers() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor, n: int) -> Tensor:
-        h = m[:2](x)
-        for _ in range(n):
-            h = h + torch.tanh(h)
-        return trained(F.cross_entropy(m[2](h), y))
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(5), classes(4), each(1, 2, 1))
+def integer_that_counts_layers(m: nn.Module, x: Tensor, y: Tensor, n: int) -> Tensor:
+    h = m[:2](x)
+    for _ in range(n):
+        h = h + torch.tanh(h)
+    return trained(F.cross_entropy(m[2](h), y))
 
 
 @program(floats(5), classes(4), each(True, False, True))
@@ -153,13 +158,10 @@ class Output:
     hidden: Any = None
 
 
-@program()
-def dataclass_output() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Output:
-        out = m(x)
-        return Output(trained(F.cross_entropy(out, y)), out, [out[:, :1]])
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def dataclass_output(m: nn.Module, x: Tensor, y: Tensor) -> Output:
+    out = m(x)
+    return Output(trained(F.cross_entropy(out, y)), out, [out[:, :1]])
 
 
 @program()
@@ -201,34 +203,25 @@ def number_kept_in_the_model() -> Program:
     return Program(model, step)
 
 
-@program()
-def item_computed_with() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        out = m(x)
-        scale = out.detach().abs().max().item()
-        return trained(F.cross_entropy(out / (scale + 1e-6), y))
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def item_computed_with(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out = m(x)
+    scale = out.detach().abs().max().item()
+    return trained(F.cross_entropy(out / (scale + 1e-6), y))
 
 
-@program()
-def assertion_on_values() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        assert torch.isfinite(x).all() and (y < 4).all(), "bad batch"
-        return trained(F.cross_entropy(m(x), y))
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def assertion_on_values(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    assert torch.isfinite(x).all() and (y < 4).all(), "bad batch"
+    return trained(F.cross_entropy(m(x), y))
 
 
-@program()
-def branch_on_the_loss() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(m(x), y)
-        if loss > 1:
-            loss = loss * 0.5
-        return trained(loss)
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def branch_on_the_loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(m(x), y)
+    if loss > 1:
+        loss = loss * 0.5
+    return trained(loss)
 
 
 @program()
@@ -266,14 +259,11 @@ def running_mean_in_a_plain_tensor() -> Program:
     return Program(mlp(), step, watched={"mean": mean})
 
 
-@program()
-def shapes_computed_with() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
-        rows, width = x.shape
-        out = m(x.reshape(rows // 2, 2, width)).view(rows, -1)
-        return trained(F.cross_entropy(out, y, reduction="sum") / rows / math.log(out.size(1))), out.numel()
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def shapes_computed_with(m: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
+    rows, width = x.shape
+    out = m(x.reshape(rows // 2, 2, width)).view(rows, -1)
+    return trained(F.cross_entropy(out, y, reduction="sum") / rows / math.log(out.size(1))), out.numel()
 
 
 @program(floats(5), classes(4), each(3, 4, 5))

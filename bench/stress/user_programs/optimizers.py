@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from stress.user_programs.program import Program, adam, floats, mlp, program, sgd, square, trained
+from stress.user_programs.program import Program, adam, built_by, by_step, floats, mlp, program, sgd, square, trained
 
 
 def classify(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -23,12 +23,12 @@ def trained_by(make: Callable[[Any], Optimizer], **facts: Any) -> Program:
     return Program(model, classify, [make(model.parameters())], **facts)
 
 
-def named(name: str, make: Callable[[Any], Optimizer], is_open: bool = False) -> None:
+def named(name: str, make: Callable[[Any], Optimizer]) -> None:
     def factory() -> Program:
         return trained_by(make)
 
     factory.__name__ = name
-    program(is_open=is_open)(factory)
+    program()(factory)
 
 
 named("sgd_with_nesterov_and_decay", lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.1, nesterov=True))
@@ -349,28 +349,22 @@ def average_by_a_copy_between_steps() -> Program:
     return Program(model, classify, between=between, writes=True, watched={"slow": list(slow.parameters())})
 
 
-@program()
-def loss_scaled_by_hand() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(m(x), y)
-        (loss * 128.0).backward()
-        for p in m.parameters():
-            p.grad.div_(128.0)
-        return loss
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def loss_scaled_by_hand(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(m(x), y)
+    (loss * 128.0).backward()
+    for p in m.parameters():
+        p.grad.div_(128.0)
+    return loss
 
 
-@program()
-def step_skipped_where_gradients_are_not_finite() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        loss = trained(F.cross_entropy(m(x), y))
-        finite = torch.stack([p.grad.isfinite().all() for p in m.parameters()]).all()
-        for p in m.parameters():
-            p.grad = torch.where(finite, p.grad, torch.zeros_like(p.grad))
-        return loss
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def step_skipped_where_gradients_are_not_finite(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = trained(F.cross_entropy(m(x), y))
+    finite = torch.stack([p.grad.isfinite().all() for p in m.parameters()]).all()
+    for p in m.parameters():
+        p.grad = torch.where(finite, p.grad, torch.zeros_like(p.grad))
+    return loss
 
 
 @program()

@@ -6,6 +6,7 @@ same in plain PyTorch and in a Graph.  Tensors are made in the default dtype, wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,13 +44,12 @@ class Program:
 
 @dataclass(frozen=True)
 class Source:
-    """A registered program.  is_open: it is known to come out wrong, so that the tests leave it to the command."""
+    """A registered program."""
 
     name: str
     make: Callable[[], Program]
     makers: tuple[Maker, ...]
     named_makers: dict[str, Maker]
-    is_open: bool = False
 
     def batch(self, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         generator = torch.Generator().manual_seed(100 + step)
@@ -60,17 +60,38 @@ class Source:
 PROGRAMS: dict[str, Source] = {}
 
 
-def program(*makers: Maker, is_open: bool = False, **named: Maker) -> Callable[[Callable[[], Program]], Any]:
+def program(*makers: Maker, **named: Maker) -> Callable[[Callable[[], Program]], Any]:
     """Register a factory under its name; without makers its batch is ``x`` of five features and four classes ``y``."""
 
     def register(make: Callable[[], Program]) -> Callable[[], Program]:
         name = make.__name__
         assert name not in PROGRAMS, name
         given = makers if makers or named else (floats(5), classes(4))
-        PROGRAMS[name] = Source(name, make, given, named, is_open)
+        PROGRAMS[name] = Source(name, make, given, named)
         return make
 
     return register
+
+
+def built_by(make: Callable[[Any], Program], *makers: Maker, **named: Maker) -> Callable[[Any], Any]:
+    """Register what is decorated, such as a step or a module's class, as the program that ``make`` builds of it.
+
+    Its name is that of the function, or of the class in lower case with underscores.
+    """
+
+    def register(part: Any) -> Any:
+        def factory() -> Program:
+            return make(part)
+
+        factory.__name__ = re.sub(r"(?<!^)(?=[A-Z])", "_", part.__name__).lower()
+        program(*makers, **named)(factory)
+        return part
+
+    return register
+
+
+def by_step(step: Callable[..., Any]) -> Program:
+    return Program(mlp(), step)
 
 
 def floats(*shape: int) -> Maker:

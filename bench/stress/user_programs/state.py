@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stress.user_programs.program import Program, floats, mlp, program, square, trained
+from stress.user_programs.program import Program, built_by, by_step, floats, mlp, program, square, trained
 
 
 def regress(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -18,6 +18,10 @@ def on(model: nn.Module) -> Program:
     return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
 
 
+def of_class(model_class: type[nn.Module]) -> Program:
+    return on(model_class())
+
+
 class Body(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -27,177 +31,141 @@ class Body(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
-@program()
-def running_mean_of_features() -> Program:
-    class Model(Body):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(5))
+@built_by(of_class)
+class RunningMeanOfFeatures(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
 
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-            return super().forward(x - self.mean)
-
-    return on(Model())
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return super().forward(x - self.mean)
 
 
-@program()
-def buffer_bound_anew() -> Program:
-    class Model(Body):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(5))
+@built_by(of_class)
+class BufferBoundAnew(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-            return super().forward(x - self.mean)
-
-    return on(Model())
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x - self.mean)
 
 
-@program()
-def buffer_that_is_none_at_first() -> Program:
-    class Model(Body):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", None)
+@built_by(of_class)
+class BufferThatIsNoneAtFirst(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", None)
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = x.detach().sum(0) if self.seen is None else self.seen + x.detach().sum(0)
-            return super().forward(x - 0.01 * self.seen)
-
-    return on(Model())
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.detach().sum(0) if self.seen is None else self.seen + x.detach().sum(0)
+        return super().forward(x - 0.01 * self.seen)
 
 
-@program()
-def buffer_that_becomes_none() -> Program:
-    class Model(Body):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("first", torch.ones(5))
+@built_by(of_class)
+class BufferThatBecomesNone(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.ones(5))
 
-        def forward(self, x: Tensor) -> Tensor:
-            shift, self.first = self.first, None
-            return super().forward(x if shift is None else x + shift)
-
-    return on(Model())
+    def forward(self, x: Tensor) -> Tensor:
+        shift, self.first = self.first, None
+        return super().forward(x if shift is None else x + shift)
 
 
-@program()
-def parameter_bound_anew_in_forward() -> Program:
-    class Model(Body):
-        def forward(self, x: Tensor) -> Tensor:
-            self.a.bias = nn.Parameter(self.a.bias.detach() * 0.5)
-            return super().forward(x)
-
-    return on(Model())
+@built_by(of_class)
+class ParameterBoundAnewInForward(Body):
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.bias = nn.Parameter(self.a.bias.detach() * 0.5)
+        return super().forward(x)
 
 
-@program()
-def one_buffer_under_two_names() -> Program:
-    class Model(Body):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(()))
-            self.register_buffer("alias", self.count)
+@built_by(of_class)
+class OneBufferUnderTwoNames(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("alias", self.count)
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.count += 1
-            return super().forward(x) * (1 + 0.1 * self.alias)
-
-    return on(Model())
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x) * (1 + 0.1 * self.alias)
 
 
-@program()
-def one_of_two_names_bound_anew() -> Program:
-    class Model(Body):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(()))
-            self.register_buffer("alias", self.count)
+@built_by(of_class)
+class OneOfTwoNamesBoundAnew(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("alias", self.count)
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.count = self.count + 1
-            return super().forward(x) * (1 + 0.1 * self.count + 0.1 * self.alias)
-
-    return on(Model())
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return super().forward(x) * (1 + 0.1 * self.count + 0.1 * self.alias)
 
 
-@program()
-def integer_step_buffer() -> Program:
-    class Model(Body):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("step", torch.zeros((), dtype=torch.long))
+@built_by(of_class)
+class IntegerStepBuffer(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.step += 1
-            return super().forward(x) / self.step.to(x.dtype).sqrt()
-
-    return on(Model())
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        return super().forward(x) / self.step.to(x.dtype).sqrt()
 
 
-@program()
-def ring_of_past_features() -> Program:
-    class Model(Body):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("queue", torch.zeros(32, 8))
-            self.register_buffer("at", torch.zeros((), dtype=torch.long))
+@built_by(of_class)
+class RingOfPastFeatures(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(32, 8))
+        self.register_buffer("at", torch.zeros((), dtype=torch.long))
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.tanh(self.a(x))
-            rows = (self.at + torch.arange(len(x))) % 32
-            logits = self.b(h) + (h @ self.queue.clone().t()).mean(1, keepdim=True)
-            with torch.no_grad():
-                self.queue[rows] = h.detach().to(self.queue.dtype)
-                self.at.add_(len(x)).remainder_(32)
-            return logits
-
-    return on(Model())
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        rows = (self.at + torch.arange(len(x))) % 32
+        logits = self.b(h) + (h @ self.queue.clone().t()).mean(1, keepdim=True)
+        with torch.no_grad():
+            self.queue[rows] = h.detach().to(self.queue.dtype)
+            self.at.add_(len(x)).remainder_(32)
+        return logits
 
 
-@program()
-def buffer_that_is_not_persistent() -> Program:
-    class Model(Body):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("scale", torch.ones(8), persistent=False)
+@built_by(of_class)
+class BufferThatIsNotPersistent(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8), persistent=False)
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.tanh(self.a(x))
-            self.scale.lerp_(h.detach().abs().amax(0), 0.1)
-            return self.b(h / self.scale)
-
-    return on(Model())
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        self.scale.lerp_(h.detach().abs().amax(0), 0.1)
+        return self.b(h / self.scale)
 
 
-@program()
-def counter_of_calls() -> Program:
-    class Model(Body):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls = 0
+@built_by(of_class)
+class CounterOfCalls(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return super().forward(x) * (1.0 if self.calls < 2 else 0.5)
-
-    return on(Model())
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1.0 if self.calls < 2 else 0.5)
 
 
-@program()
-def plain_tensor_attribute() -> Program:
-    class Model(Body):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = torch.full((4,), 0.5)
+@built_by(of_class)
+class PlainTensorAttribute(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.full((4,), 0.5)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.scale
-
-    return on(Model())
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
 
 
 @program()
@@ -290,23 +258,17 @@ def hook_after_accumulation() -> Program:
     return on(model)
 
 
-@program()
-def gradient_hook_of_an_activation() -> Program:
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        h = model[0](x)
-        h.register_hook(lambda grad: grad * 2)
-        return trained(F.cross_entropy(model[2](torch.tanh(h)), y))
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def gradient_hook_of_an_activation(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    h = model[0](x)
+    h.register_hook(lambda grad: grad * 2)
+    return trained(F.cross_entropy(model[2](torch.tanh(h)), y))
 
 
-@program()
-def mode_that_forward_asks() -> Program:
-    class Model(Body):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + (1.0 if self.training and torch.is_grad_enabled() else 0.0) * x[:, :4]
-
-    return on(Model())
+@built_by(of_class)
+class ModeThatForwardAsks(Body):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (1.0 if self.training and torch.is_grad_enabled() else 0.0) * x[:, :4]
 
 
 @program()
@@ -326,76 +288,58 @@ def teacher_updated_within_the_step() -> Program:
     return Program(Model(), step)
 
 
-@program()
-def weights_clamped_within_forward() -> Program:
-    class Model(Body):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.a.weight.clamp_(-0.3, 0.3)
-            return super().forward(x)
-
-    return on(Model())
+@built_by(of_class)
+class WeightsClampedWithinForward(Body):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.a.weight.clamp_(-0.3, 0.3)
+        return super().forward(x)
 
 
-@program()
-def weight_made_of_data_under_no_grad() -> Program:
-    class Model(Body):
-        def forward(self, x: Tensor) -> Tensor:
-            self.b.weight.data = F.normalize(self.b.weight.data, dim=1)
-            return super().forward(x)
-
-    return on(Model())
+@built_by(of_class)
+class WeightMadeOfDataUnderNoGrad(Body):
+    def forward(self, x: Tensor) -> Tensor:
+        self.b.weight.data = F.normalize(self.b.weight.data, dim=1)
+        return super().forward(x)
 
 
-@program()
-def module_made_within_forward() -> Program:
-    class Model(Body):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.Softplus()(super().forward(nn.LayerNorm(5)(x)))
-
-    return on(Model())
+@built_by(of_class)
+class ModuleMadeWithinForward(Body):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Softplus()(super().forward(nn.LayerNorm(5)(x)))
 
 
-@program()
-def parameters_in_containers() -> Program:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList([torch.randn(5, 5) * 0.3 for _ in range(3)])
-            self.heads = nn.ParameterDict({"out": torch.randn(5, 4), "bias": torch.zeros(4)})
+@built_by(of_class)
+class ParametersInContainers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(5, 5) * 0.3 for _ in range(3)])
+        self.heads = nn.ParameterDict({"out": torch.randn(5, 4), "bias": torch.zeros(4)})
 
-        def forward(self, x: Tensor) -> Tensor:
-            for weight in self.weights:
-                x = torch.tanh(x @ weight)
-            return x @ self.heads["out"] + self.heads["bias"]
-
-    return on(Model())
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x @ self.heads["out"] + self.heads["bias"]
 
 
-@program()
-def learnt_scalar() -> Program:
-    class Model(Body):
-        def __init__(self) -> None:
-            super().__init__()
-            self.temperature = nn.Parameter(torch.tensor(1.5))
+@built_by(of_class)
+class LearntScalar(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) / self.temperature.exp().clamp(max=100)
-
-    return on(Model())
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.temperature.exp().clamp(max=100)
 
 
-@program()
-def buffer_read_by_another_module() -> Program:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.body = nn.BatchNorm1d(5, momentum=0.3), Body()
+@built_by(of_class)
+class BufferReadByAnotherModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.body = nn.BatchNorm1d(5, momentum=0.3), Body()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(x - self.norm.running_mean) + self.norm(x)[:, :4]
-
-    return on(Model())
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x - self.norm.running_mean) + self.norm(x)[:, :4]
 
 
 @program(floats(5), floats(5))

@@ -6,7 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stress.user_programs.program import Program, classes, flags, floats, mlp, program, sgd, square, trained
+from stress.user_programs.program import (
+    Program,
+    built_by,
+    by_step,
+    classes,
+    flags,
+    floats,
+    mlp,
+    program,
+    sgd,
+    square,
+    trained,
+)
 
 
 def of(loss) -> Program:
@@ -14,94 +26,67 @@ def of(loss) -> Program:
     return Program(mlp(), lambda m, x, y: trained(loss(m(x), x, y)))
 
 
-@program()
-def write_into_a_column() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        out = out.clone()
-        out[:, 1] = out[:, 0] * 2
-        out[:, 2:] += x[:, :2]
-        return F.cross_entropy(out, y)
-
-    return of(loss)
+@built_by(of)
+def write_into_a_column(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    out = out.clone()
+    out[:, 1] = out[:, 0] * 2
+    out[:, 2:] += x[:, :2]
+    return F.cross_entropy(out, y)
 
 
-@program()
-def write_through_a_view() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        out = out * 1
-        view = out.view(-1, 2, 2).transpose(1, 2)
-        view[:, 0].mul_(3)
-        return F.cross_entropy(out, y)
-
-    return of(loss)
+@built_by(of)
+def write_through_a_view(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    out = out * 1
+    view = out.view(-1, 2, 2).transpose(1, 2)
+    view[:, 0].mul_(3)
+    return F.cross_entropy(out, y)
 
 
-@program()
-def write_at_labels() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        out = out * 1
-        out[torch.arange(len(out)), y] -= 0.5
-        return F.cross_entropy(out * 4, y)
-
-    return of(loss)
+@built_by(of)
+def write_at_labels(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    out = out * 1
+    out[torch.arange(len(out)), y] -= 0.5
+    return F.cross_entropy(out * 4, y)
 
 
-@program()
-def write_into_zeros_row_by_row() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        made = torch.zeros(4, len(out))
-        for i in range(4):
-            made[i] = out[:, i] * (i + 1)
-        return F.cross_entropy(made.t(), y)
-
-    return of(loss)
+@built_by(of)
+def write_into_zeros_row_by_row(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    made = torch.zeros(4, len(out))
+    for i in range(4):
+        made[i] = out[:, i] * (i + 1)
+    return F.cross_entropy(made.t(), y)
 
 
-@program()
-def masked_assignment() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        out = out * 1
-        out[x[:, :4] > 0] = 0.0
-        return square(out) + F.cross_entropy(out, y)
-
-    return of(loss)
+@built_by(of)
+def masked_assignment(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    out = out * 1
+    out[x[:, :4] > 0] = 0.0
+    return square(out) + F.cross_entropy(out, y)
 
 
-@program()
-def scatter_and_gather() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        hot = torch.zeros_like(out).scatter_(1, y[:, None], 1.0)
-        return square((out - hot).gather(1, out.argsort(1))) + out.scatter_add(1, y[:, None], x[:, :1]).abs().mean()
-
-    return of(loss)
+@built_by(of)
+def scatter_and_gather(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    hot = torch.zeros_like(out).scatter_(1, y[:, None], 1.0)
+    return square((out - hot).gather(1, out.argsort(1))) + out.scatter_add(1, y[:, None], x[:, :1]).abs().mean()
 
 
-@program()
-def segments_of_the_batch() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        sums = torch.zeros(4, 4).index_add_(0, y, out)
-        counts = torch.zeros(4).index_add_(0, y, torch.ones(len(y)))
-        return square(out - (sums / counts.clamp(min=1)[:, None])[y])
-
-    return of(loss)
+@built_by(of)
+def segments_of_the_batch(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    sums = torch.zeros(4, 4).index_add_(0, y, out)
+    counts = torch.zeros(4).index_add_(0, y, torch.ones(len(y)))
+    return square(out - (sums / counts.clamp(min=1)[:, None])[y])
 
 
-@program()
-def reduced_by_scatter() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        largest = torch.full((4, 4), -10.0).scatter_reduce(0, y[:, None].expand(-1, 4), out, "amax")
-        return square(largest) + F.cross_entropy(out, y)
-
-    return of(loss)
+@built_by(of)
+def reduced_by_scatter(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    largest = torch.full((4, 4), -10.0).scatter_reduce(0, y[:, None].expand(-1, 4), out, "amax")
+    return square(largest) + F.cross_entropy(out, y)
 
 
-@program()
-def complex_parts() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        z = torch.complex(out[:, :2], out[:, 2:]) * torch.exp(1j * x[:, :2])
-        return z.abs().mean() + z.real.pow(2).mean() + torch.fft.fft(z, dim=1).imag.pow(2).mean()
-
-    return of(loss)
+@built_by(of)
+def complex_parts(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    z = torch.complex(out[:, :2], out[:, 2:]) * torch.exp(1j * x[:, :2])
+    return z.abs().mean() + z.real.pow(2).mean() + torch.fft.fft(z, dim=1).imag.pow(2).mean()
 
 
 @program()
@@ -134,23 +119,17 @@ def spectral_layer() -> Program:
     return Program(Model(), lambda m, x: trained(F.mse_loss(m(x), x)))
 
 
-@program()
-def zero_dim_values() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        scale, shift = torch.tensor(2.0), torch.ones(())
-        total = out.sum() / torch.tensor(out.numel())
-        return (F.cross_entropy(out * scale + shift, y) + total).reshape(1).squeeze()
-
-    return of(loss)
+@built_by(of)
+def zero_dim_values(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    scale, shift = torch.tensor(2.0), torch.ones(())
+    total = out.sum() / torch.tensor(out.numel())
+    return (F.cross_entropy(out * scale + shift, y) + total).reshape(1).squeeze()
 
 
-@program()
-def empty_parts() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        none = out[:, 4:]
-        return F.cross_entropy(torch.cat([out, none], 1), y) + none.sum() + x.new_zeros(0).sum()
-
-    return of(loss)
+@built_by(of)
+def empty_parts(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    none = out[:, 4:]
+    return F.cross_entropy(torch.cat([out, none], 1), y) + none.sum() + x.new_zeros(0).sum()
 
 
 @program(floats(3, 5), floats(4, 5))
@@ -164,75 +143,51 @@ def einsum_with_dots() -> Program:
     return Program(model, step)
 
 
-@program(floats(4, 5))
-def inputs_that_are_not_contiguous() -> Program:
-    def step(m: nn.Module, x: Tensor) -> Tensor:
-        turned = x.transpose(1, 2).flip(2)[:, :, ::2]
-        return trained(square(m(turned.transpose(1, 2))) + square(turned.reshape(len(x), -1)[:, ::3]))
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(4, 5))
+def inputs_that_are_not_contiguous(m: nn.Module, x: Tensor) -> Tensor:
+    turned = x.transpose(1, 2).flip(2)[:, :, ::2]
+    return trained(square(m(turned.transpose(1, 2))) + square(turned.reshape(len(x), -1)[:, ::3]))
 
 
-@program(floats(4, 5))
-def strides_set_by_hand() -> Program:
-    def step(m: nn.Module, x: Tensor) -> Tensor:
-        windows = x.unfold(1, 2, 1)
-        return trained(square(m(windows.mean(-1))) + square(m(x).as_strided((2, 4), (4, 1))))
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(4, 5))
+def strides_set_by_hand(m: nn.Module, x: Tensor) -> Tensor:
+    windows = x.unfold(1, 2, 1)
+    return trained(square(m(windows.mean(-1))) + square(m(x).as_strided((2, 4), (4, 1))))
 
 
-@program()
-def double_within_single() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(out.double(), y).to(out.dtype) + out.half().float().mean().to(out.dtype)
-
-    return of(loss)
+@built_by(of)
+def double_within_single(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out.double(), y).to(out.dtype) + out.half().float().mean().to(out.dtype)
 
 
-@program()
-def integer_arithmetic() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        parity = (y % 2).bool() ^ (y // 2 == 1)
-        shifted = (y << 1 | parity.long()) & 3
-        return F.cross_entropy(out + parity[:, None] * 0.5, shifted)
-
-    return of(loss)
+@built_by(of)
+def integer_arithmetic(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    parity = (y % 2).bool() ^ (y // 2 == 1)
+    shifted = (y << 1 | parity.long()) & 3
+    return F.cross_entropy(out + parity[:, None] * 0.5, shifted)
 
 
-@program(floats(5), classes(4), flags())
-def boolean_logic() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rows = F.cross_entropy(m(x), y, reduction="none")
-        loss = torch.where(keep & (y != 3), rows, torch.zeros_like(rows)).sum() / (keep & (y != 3)).sum()
-        return trained(loss), keep.any(), (~keep).all()
-
-    return Program(mlp(), step)
+@built_by(by_step, floats(5), classes(4), flags())
+def boolean_logic(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows = F.cross_entropy(m(x), y, reduction="none")
+    loss = torch.where(keep & (y != 3), rows, torch.zeros_like(rows)).sum() / (keep & (y != 3)).sum()
+    return trained(loss), keep.any(), (~keep).all()
 
 
-@program()
-def sorted_and_cumulated() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        ordered, places = out.sort(dim=1, descending=True)
-        return square(ordered.softmax(1).cumsum(1)) + out.gather(1, places)[:, 0].mean() + out.logcumsumexp(1).mean()
-
-    return of(loss)
+@built_by(of)
+def sorted_and_cumulated(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    ordered, places = out.sort(dim=1, descending=True)
+    return square(ordered.softmax(1).cumsum(1)) + out.gather(1, places)[:, 0].mean() + out.logcumsumexp(1).mean()
 
 
-@program()
-def statistics_over_the_batch() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return out.std(0).sum() + out.var(0, unbiased=False).sum() + out.mean(0).norm() + out.amax(0).sum()
-
-    return of(loss)
+@built_by(of)
+def statistics_over_the_batch(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return out.std(0).sum() + out.var(0, unbiased=False).sum() + out.mean(0).norm() + out.amax(0).sum()
 
 
-@program()
-def order_over_the_batch() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return out.sort(0).values[: len(out) // 2].pow(2).mean() + out.cumsum(0).pow(2).mean() + square(out.roll(1, 0))
-
-    return of(loss)
+@built_by(of)
+def order_over_the_batch(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return out.sort(0).values[: len(out) // 2].pow(2).mean() + out.cumsum(0).pow(2).mean() + square(out.roll(1, 0))
 
 
 @program()
@@ -244,97 +199,67 @@ def quantile_of_the_batch() -> Program:
     )
 
 
-@program()
-def pairs_over_the_batch() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        gram = (out[:, None] - out[None]).pow(2).sum(-1)
-        return (-gram).exp().mean() + torch.triu(gram, 1).mean() + F.pdist(out).mean()
-
-    return of(loss)
+@built_by(of)
+def pairs_over_the_batch(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    gram = (out[:, None] - out[None]).pow(2).sum(-1)
+    return (-gram).exp().mean() + torch.triu(gram, 1).mean() + F.pdist(out).mean()
 
 
-@program()
-def rows_in_another_order() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        order = torch.arange(len(out)).flip(0)
-        return F.mse_loss(out, out[order].detach()) + F.cross_entropy(out.index_select(0, order), y)
-
-    return of(loss)
+@built_by(of)
+def rows_in_another_order(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    order = torch.arange(len(out)).flip(0)
+    return F.mse_loss(out, out[order].detach()) + F.cross_entropy(out.index_select(0, order), y)
 
 
-@program()
-def halves_of_the_batch() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        a, b = out.chunk(2)
-        return F.mse_loss(a, b) + square(out[::2]) + F.cross_entropy(out[: len(out) // 2], y[: len(y) // 2])
-
-    return of(loss)
+@built_by(of)
+def halves_of_the_batch(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    a, b = out.chunk(2)
+    return F.mse_loss(a, b) + square(out[::2]) + F.cross_entropy(out[: len(out) // 2], y[: len(y) // 2])
 
 
-@program()
-def batch_folded_into_channels() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        folded = out.reshape(1, -1, 2)
-        return square(folded.transpose(1, 2).softmax(1)) + square(out.t().contiguous().view(2, -1).cumsum(0))
-
-    return of(loss)
+@built_by(of)
+def batch_folded_into_channels(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    folded = out.reshape(1, -1, 2)
+    return square(folded.transpose(1, 2).softmax(1)) + square(out.t().contiguous().view(2, -1).cumsum(0))
 
 
-@program()
-def linear_algebra() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        m = out.view(-1, 2, 2)
-        spd = m @ m.transpose(1, 2) + torch.eye(2, dtype=m.dtype)
-        solved = torch.linalg.solve(spd, m)
-        return torch.logdet(spd).mean() + solved.pow(2).mean() + torch.linalg.cholesky(spd).sum()
-
-    return of(loss)
+@built_by(of)
+def linear_algebra(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    m = out.view(-1, 2, 2)
+    spd = m @ m.transpose(1, 2) + torch.eye(2, dtype=m.dtype)
+    solved = torch.linalg.solve(spd, m)
+    return torch.logdet(spd).mean() + solved.pow(2).mean() + torch.linalg.cholesky(spd).sum()
 
 
-@program()
-def singular_values_of_a_weight() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return trained(F.cross_entropy(m(x), y) + 0.01 * torch.linalg.svdvals(m[0].weight).sum())
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def singular_values_of_a_weight(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return trained(F.cross_entropy(m(x), y) + 0.01 * torch.linalg.svdvals(m[0].weight).sum())
 
 
-@program()
-def ridge_regression_in_the_step() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        gram = out.t() @ out + 0.5 * torch.eye(4)
-        return F.mse_loss(out @ torch.linalg.solve(gram, out.t() @ x), x)
-
-    return of(loss)
+@built_by(of)
+def ridge_regression_in_the_step(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    gram = out.t() @ out + 0.5 * torch.eye(4)
+    return F.mse_loss(out @ torch.linalg.solve(gram, out.t() @ x), x)
 
 
-@program()
-def outputs_of_many_kinds() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> dict:
-        out = m(x)
-        loss = trained(F.cross_entropy(out, y))
-        return {"loss": loss, "views": [out[:, :2], out.t(), out[0]], "none": None, "count": len(x), "in": x,
-                "weight": m[0].weight, "shape": tuple(out.shape[1:])}  # fmt: skip
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def outputs_of_many_kinds(m: nn.Module, x: Tensor, y: Tensor) -> dict:
+    out = m(x)
+    loss = trained(F.cross_entropy(out, y))
+    return {"loss": loss, "views": [out[:, :2], out.t(), out[0]], "none": None, "count": len(x), "in": x,
+            "weight": m[0].weight, "shape": tuple(out.shape[1:])}  # fmt: skip
 
 
-@program()
-def input_written_in_place() -> Program:
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        x.mul_(0.5).clamp_(-1, 1)
-        return trained(F.cross_entropy(m(x), y)), x
-
-    return Program(mlp(), step)
+@built_by(by_step)
+def input_written_in_place(m: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    x.mul_(0.5).clamp_(-1, 1)
+    return trained(F.cross_entropy(m(x), y)), x
 
 
-@program()
-def nan_rows_replaced() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        root = torch.where(x[:, :4] > 0, x[:, :4].clamp(min=1e-3).sqrt(), torch.zeros(()))
-        return F.cross_entropy(torch.nan_to_num(out / (root + 1)), y)
-
-    return of(loss)
+@built_by(of)
+def nan_rows_replaced(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    root = torch.where(x[:, :4] > 0, x[:, :4].clamp(min=1e-3).sqrt(), torch.zeros(()))
+    return F.cross_entropy(torch.nan_to_num(out / (root + 1)), y)
 
 
 @program()
@@ -345,14 +270,11 @@ def activations_in_place() -> Program:
     return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x).add_(1).mul_(0.5), y)))
 
 
-@program()
-def loop_until_a_size() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        while out.shape[1] < 16:
-            out = torch.cat([out, out.tanh() + x[:, :1]], 1)
-        return square(out) + F.cross_entropy(out[:, :4], y)
-
-    return of(loss)
+@built_by(of)
+def loop_until_a_size(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    while out.shape[1] < 16:
+        out = torch.cat([out, out.tanh() + x[:, :1]], 1)
+    return square(out) + F.cross_entropy(out[:, :4], y)
 
 
 @program()
@@ -375,14 +297,11 @@ def searched_and_binned() -> Program:
     return of(loss)
 
 
-@program()
-def tensors_split_unequally() -> Program:
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        a, b = out.split([1, 3], dim=1)
-        parts = torch.stack(out.unbind(1)[::-1], 1)
-        return (a * b).pow(2).mean() + F.cross_entropy(parts, y) + square(torch.hstack([a, b]).tile(1, 2))
-
-    return of(loss)
+@built_by(of)
+def tensors_split_unequally(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    a, b = out.split([1, 3], dim=1)
+    parts = torch.stack(out.unbind(1)[::-1], 1)
+    return (a * b).pow(2).mean() + F.cross_entropy(parts, y) + square(torch.hstack([a, b]).tile(1, 2))
 
 
 @program()
