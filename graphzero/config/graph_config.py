@@ -90,12 +90,13 @@ class GraphConfig(metaclass=PluginMembers):
         Nothing is computed again for it; what ``set_activation_memory`` and the budget have computed again does not
         wait, and they are asked first.  "auto": where the step does not fit the memory budget, by default 0.9 of the
         device's memory, values wait on the host or are computed again, whichever makes the step less longer; copies
-        that run beside compute cost nothing.  None, the default, holds all on the device.
+        that run beside compute cost nothing.  None, the default, holds all on the device.  On pipeline stages values
+        wait between the calls of a micro-batch, each rank its own, and "auto" does not work yet.
         path: of a folder in which each rank keeps both in files, instead of in memory; it is made if it is not there.
         The files go when the Graph does.  Of CPU ranks this is how memory is saved.
 
-        Raises ConfigError beside ``set_cuda_graph``; when the step is compiled, for activations of pipeline stages, and
-        for fewer bytes of activations than it can do with, which it names; when states are laid out, for a folder that
+        Raises ConfigError beside ``set_cuda_graph``; when the step is compiled, for "auto" on pipeline stages, and for
+        fewer bytes of activations than it can do with, which it names; when states are laid out, for a folder that
         cannot be written, or a disk that has no room.
         """
         self._set(offload=offload_of(states, activations, path))

@@ -1,4 +1,5 @@
-"""The launches of each member of ``pp`` in a step, in order: its calls, and around them its sends and receives.
+"""The launches of each member of ``pp`` in a step, in order: its calls, and around them its sends and receives, and
+copies of values that wait on the host.
 
 A value is sent as soon as it is made.  Its receive is posted one call of the receiver ahead of the call that reads it,
 so that it arrives while that one runs; or earlier, where the same member is sent something behind it that is read
@@ -25,24 +26,33 @@ from graphzero.schedules.queues import run_queues
 
 class LaunchKind(Enum):
     """A kind of launch.  RELEASE: wait until a value has been sent, and let go of it.  POST: begin to receive a value.
-    ARRIVE: wait until it has been received."""
+    ARRIVE: wait until it has been received.  STORE: begin to copy values to the host.  STORED: wait until they are
+    there, and let go of them on the device.  FETCH: begin to copy them back.  FETCHED: wait until they are back."""
 
     RELEASE = "the end of the send"
     POST = "the receive"
     ARRIVE = "the arrival"
     CALL = "the call"
     SEND = "the send"
+    STORE = "the copy to the host"
+    STORED = "the end of the copy to the host"
+    FETCH = "the copy back"
+    FETCHED = "the end of the copy back"
+
+
+COPIES = (LaunchKind.STORE, LaunchKind.STORED, LaunchKind.FETCH, LaunchKind.FETCHED)
 
 
 class StageLaunch(NamedTuple):
-    """number: of a call or of a message, among all."""
+    """number: of a call, of a message or of a round trip, among all."""
 
     kind: LaunchKind
     number: int
 
 
 def list_launches(pipeline: PipelineProgram, member: int | None) -> list[StageLaunch]:
-    """List the launches of a member's ranks; None: one process that has the ranks of all members, which sends nothing.
+    """List the launches of a member's ranks; None: one process that has the ranks of all members, which sends nothing,
+    and copies nothing to the host that other members read in the same memory.
 
     At the end of the step everything is released, and then comes what goes to all members.
     """
@@ -54,6 +64,7 @@ def list_launches(pipeline: PipelineProgram, member: int | None) -> list[StageLa
         elif message.target == member:
             posts[message.posted_before].append(number)
             arrivals[message.read_by].append(number)
+    copies = _list_copies(pipeline, member)
     launches: list[StageLaunch] = []
     unreleased: list[int] = []
     for i in own:
@@ -62,11 +73,26 @@ def list_launches(pipeline: PipelineProgram, member: int | None) -> list[StageLa
         ]
         unreleased = [number for number in unreleased if pipeline.messages[number].read_by > i]
         launches += [StageLaunch(LaunchKind.POST, number) for number in posts[i]]
+        launches += copies[LaunchKind.FETCH, i]
         launches += [StageLaunch(LaunchKind.ARRIVE, number) for number in arrivals[i]]
+        launches += copies[LaunchKind.FETCHED, i]
         launches.append(StageLaunch(LaunchKind.CALL, i))
         launches += [StageLaunch(LaunchKind.SEND, number) for number in sends[i]]
+        launches += [*copies[LaunchKind.STORE, i], *copies[LaunchKind.STORED, i]]
         unreleased += sends[i]
     return launches + [StageLaunch(LaunchKind.RELEASE, number) for number in unreleased]
+
+
+def _list_copies(pipeline: PipelineProgram, member: int | None) -> dict[tuple[LaunchKind, int], list[StageLaunch]]:
+    """List the launches of copies to and from the host, by their kind and the call beside which they stand."""
+    sent = {message.slot for message in pipeline.messages} if member is None else set()
+    copies: dict[tuple[LaunchKind, int], list[StageLaunch]] = defaultdict(list)
+    for number, trip in enumerate(pipeline.round_trips):
+        if member in (None, trip.member) and not sent.intersection(trip.slots):
+            places = trip.store_after, trip.stored_after, trip.fetch_before, trip.read_by
+            for kind, call in zip(COPIES, places, strict=True):
+                copies[kind, call].append(StageLaunch(kind, number))
+    return copies
 
 
 Item = tuple[int, StageLaunch] | tuple[int, int]  # of a member: a launch, or its part in the transfer of a message
@@ -127,6 +153,10 @@ def describe_launch(pipeline: PipelineProgram, member: int, launch: StageLaunch 
     kind = "the transfer" if isinstance(launch, int) else launch.kind.value
     if kind == LaunchKind.CALL.value:
         return f"{pipeline.label(pipeline.calls[number])} on member {member}"
+    if isinstance(launch, StageLaunch) and launch.kind in COPIES:
+        trip = pipeline.round_trips[number]
+        made_by = pipeline.label(pipeline.calls[trip.store_after])
+        return f"{kind} of '{trip.slots[0][0].name}' behind {made_by} on member {member}"
     message = pipeline.messages[number]
     made_by = pipeline.label(pipeline.calls[message.sent_after])
     return f"{kind} of '{message.slot[0].name}' of {made_by} on member {member}"

@@ -102,6 +102,24 @@ class StageMessage(NamedTuple):
     posted_before: int
 
 
+class StageRoundTrip(NamedTuple):
+    """Values that lie in one memory of the ranks of a member, and wait in host memory between two calls there.
+
+    slots: the values; the first fills the memory, others are views of it.  nbytes: of the memory.
+    store_after, stored_after: the calls, by their places among all, behind which the copy to the host begins and is
+        awaited.
+    fetch_before, read_by: the calls in front of which the copy back begins and is awaited.
+    """
+
+    member: int
+    slots: tuple[Slot, ...]
+    nbytes: int
+    store_after: int
+    stored_after: int
+    fetch_before: int
+    read_by: int
+
+
 ACTION_PARTS = {
     ActionKind.FORWARD: (FORWARD,),
     ActionKind.BACKWARD: (BACKWARD, BACKWARD_WEIGHT),
@@ -112,11 +130,15 @@ ACTION_PARTS = {
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """The parts of a program, and the schedule that runs them.  placement: all ranks, with the axis ``pp``."""
+    """The parts of a program, and the schedule that runs them.
+
+    placement: all ranks, with the axis ``pp``.  round_trips: of values that wait on the host.
+    """
 
     parts: PipelineParts
     schedule: PipelineSchedule
     placement: Placement
+    round_trips: tuple[StageRoundTrip, ...] = ()
 
     @cached_property
     def calls(self) -> list[PartCall]:

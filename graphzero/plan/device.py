@@ -179,6 +179,13 @@ class Device:
             )
         return self.links[HOST_MEMORY]
 
+    def host_copy_seconds(self, nbytes: float) -> float:
+        """The seconds of a copy to or from host memory, which a CPU makes itself."""
+        if self.type == "cpu":
+            return 2 * nbytes / self.memory
+        link = self.host_link()
+        return link.latency + nbytes / link.bandwidth
+
     def way(self, placement: Placement, axis: str) -> str:
         """Whether ranks that meet along an axis are "inside" one host, or "between" several; they fill host by host."""
         lines = placement.ranks.swapaxes(placement.axis(axis), -1).reshape(

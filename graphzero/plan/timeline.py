@@ -122,9 +122,8 @@ def _host_copy(at: Liveness, node: fx.Node, device: Device) -> _Step:
     """A copy between device and host memory begins, or is awaited."""
     if node.target in ops.HOST_WAITS:
         return _Step(node, awaits=value.operand(node))
-    nbytes, link = at.nbytes_of(node), device.host_link()
-    stream = TO_HOST if node.target is ops.to_host_launch else TO_DEVICE
-    return _Step(node, begins=(stream, op_name(node.target), link.latency + nbytes / link.bandwidth, nbytes))
+    nbytes, stream = at.nbytes_of(node), TO_HOST if node.target is ops.to_host_launch else TO_DEVICE
+    return _Step(node, begins=(stream, op_name(node.target), device.host_copy_seconds(nbytes), nbytes))
 
 
 def _timed(work: OpWork | None, device: Device) -> tuple[tuple[OpWork, float], ...]:

@@ -57,7 +57,9 @@ def program_of(
             marks, decision = choose_stages(graph, cut_options, settings.user_passes, request)
             options, decisions = replace(options, pipeline_stages=marks), [decision]
         programs = PipelinePrograms(graph, options, settings.user_passes, settings.pipeline, whole, verifies)
-        candidate = choose_pipeline(programs, options, stages, budget, settings.activation_memory)
+        offload = settings.offload.activations
+        assert not isinstance(offload, str)
+        candidate = choose_pipeline(programs, options, stages, budget, settings.activation_memory, offload)
         return with_seconds(candidate.decided(*decisions, *_expert_lines(candidate)), device)
     candidate = choose(
         graph, options, settings.user_passes, stages=stages, budget=budget,
@@ -97,8 +99,9 @@ def check_pipeline(settings: Settings, members: int) -> None:
         "set_optimizer_in_backward": settings.optimizer_in_backward
         and "the default: a rank steps after backward of its last micro-batch, until which it has to hold sums of "
         "gradients anyway. To hold less, config.enable_zero(stage=3), config.set_memory_budget(bytes)",
-        "activations on the host": settings.offload.activations is not None
-        and "states on the host, config.enable_offload(), and config.set_activation_memory(...), which recomputes",
+        'enable_offload(activations="auto")': settings.offload.activations == AUTO
+        and "a number of bytes, config.enable_offload(activations=nbytes), and config.set_memory_budget(bytes) without "
+        "it, which recomputes",
         "set_cuda_graph": settings.cuda_graph and 'compiled parts, config.set_executor("inductor")',
     }
     for name, alternative in instead.items():

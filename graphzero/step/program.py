@@ -22,6 +22,7 @@ from graphzero.passes import Record
 from graphzero.plan import Plan
 from graphzero.runtime.execute.executor import Executor, Results
 from graphzero.runtime.execute.pipeline_executor import PipelineExecutor
+from graphzero.runtime.execute.stage_copies import round_trip_offsets
 from graphzero.runtime.record import cuda_graph
 from graphzero.runtime.record.replay import Replayed
 from graphzero.runtime.world.consensus import digest
@@ -67,6 +68,12 @@ class ProgramPart:
         if self.pipeline is None:
             return [self.graph]
         return [part.graph for part in self.pipeline.parts_on(world.member).values()]
+
+    def round_trip_space(self, world: World) -> int:
+        """The bytes of a file that values of pipeline stages take while they wait on the host, for all local ranks."""
+        if self.pipeline is None:
+            return 0
+        return round_trip_offsets(self.pipeline, world.member, len(world.local_ranks))[1]
 
     @property
     def has_executor(self) -> bool:

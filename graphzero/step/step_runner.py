@@ -44,7 +44,8 @@ class StepRunner:
         captured, tensors = program.captured, state.tensors()
         ranks = self.source.ranks
         world = prepared.source.world
-        host = HostStates(program.part.graphs_in(world), world, prepared.call.settings.offload.path)
+        part, folder = program.part, prepared.call.settings.offload.path
+        host = HostStates(part.graphs_in(world), world, folder, part.round_trip_space(world))
         shared = ranks.agree_on(
             BIND,
             lambda: preflight.check_binding(state, program.graph, captured.states, tensors, host),

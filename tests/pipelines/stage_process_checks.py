@@ -240,6 +240,22 @@ def check_states_in_files_have_the_same_bits_and_are_those_of_the_own_stage() ->
     assert all(file.holds(x) for x in states if x.numel()) and 0 < held <= memory.host
 
 
+def check_activations_wait_on_the_host_with_the_same_bits() -> None:
+    """Between processes what arrives from another stage waits there too."""
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    options = {"schedule": "zbv", "stage": 2, "micro_batches": 4, **ADAM}
+    plain, graph = (graph_on(real(), *layer_on_each(4), **options) for _ in range(2))
+    wanted = train(plain, real())
+    nbytes = max(member.memory.activations for member in plain.plan.pipeline.members) * 3 // 4
+    graph.config.enable_offload(False, activations=nbytes, path=folder[0])
+    with strict_transfers():
+        assert all(map(torch.equal, train(graph, real()), wanted))
+    pipeline, own = graph._selection.last.part.pipeline, real().pipeline_member(dist.get_rank())
+    sources = {pipeline.member_of(key.stage) == one.member for one in pipeline.round_trips for key, _ in one.slots}
+    assert any(one.member == own for one in pipeline.round_trips) and sources == {True, False}, sources
+
+
 def check_eager_code_sees_whole_parameters() -> None:
     where, model = real(), model_of()
     graph = staged_graph(model, stages_of(2, 2), where, stage=3, micro_batches=2)

@@ -1,8 +1,10 @@
-"""Events of the streams of a device in a step of pipeline stages: the calls and the messages of one member of ``pp``.
+"""Events of the streams of a device in a step of pipeline stages: the calls, the messages, and the copies to and from
+the host of one member of ``pp``.
 
-    POST, SEND       record the stream that computes; the stream of the direction waits for that, runs it, and records
-    ARRIVE, RELEASE  the stream that computes waits for that record
-    CALL             a kernel of the stream that computes, with all that its part reads and writes of other parts
+    POST, SEND, STORE, FETCH  record the stream that computes; the stream of the direction waits for that, runs it, and
+                              records
+    ARRIVE, RELEASE, STORED, FETCHED  the stream that computes waits for that record
+    CALL                      a kernel of the stream that computes, with all that its part reads and writes of others
 
 A part waits for its own transfers (``check_streams``), so a call is one kernel here.  Several values may lie in one
 memory: what a part hands over in what it was given.  Behind the last launch that holds a memory it is given back.  What
@@ -12,20 +14,34 @@ all members are given at the end of a step is begun behind all of this.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from graphzero.ir import ops
 from graphzero.ir.aliases import is_view
-from graphzero.ir.pipeline_launches import LaunchKind, StageLaunch, describe_launch, sends_of_copies
+from graphzero.ir.pipeline_launches import COPIES, LaunchKind, StageLaunch, describe_launch, sends_of_copies
 from graphzero.ir.pipeline_parts import PartCall, PipelineProgram, Slot, StagePart, ValueKey
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.storage.roots import Storage, read_by, written_by
-from graphzero.ir.streams.events import COMPUTE, EventRecord, EventWait, Region, StreamEvent, StreamKernel
+from graphzero.ir.streams.events import (
+    COMPUTE,
+    TO_DEVICE,
+    TO_HOST,
+    EventRecord,
+    EventWait,
+    Region,
+    StreamEvent,
+    StreamKernel,
+)
 
 VALUE = "value"
-_BEGUN_BY = {LaunchKind.ARRIVE: LaunchKind.POST, LaunchKind.RELEASE: LaunchKind.SEND}
+_BEGUN_BY = {
+    LaunchKind.ARRIVE: LaunchKind.POST,
+    LaunchKind.RELEASE: LaunchKind.SEND,
+    LaunchKind.STORED: LaunchKind.STORE,
+    LaunchKind.FETCHED: LaunchKind.FETCH,
+}
 
 
 class PartAccesses(NamedTuple):
@@ -46,7 +62,7 @@ class StageEvents:
         self.pipeline, self.member, self.launches = pipeline, member, launches
         self._copied = sends_of_copies(pipeline, member)
         self._regions: dict[Slot, Region | None] = {}  # None: in memory that outlives the step
-        self._begun: dict[StageLaunch, tuple[int, Region]] = {}  # the event behind it, and what it sends or fills
+        self._begun: dict[StageLaunch, tuple[int, frozenset[Region]]] = {}  # the event behind it, and its memory
 
     def all(self) -> list[StreamEvent]:
         """Every event, what is given back among them."""
@@ -56,10 +72,12 @@ class StageEvents:
             kernels = [event for event in events if isinstance(event, StreamKernel)]
             last.update((region, i) for kernel in kernels for region in kernel.reads | kernel.writes)
             if launch.kind in _BEGUN_BY:
-                last[self._begun[self._begin_of(launch)][1]] = i
+                last.update(dict.fromkeys(self._begun[self._begin_of(launch)][1], i))
         awaited = {self._begin_of(launch) for launch in self.launches if launch.kind in _BEGUN_BY}
         returned = {self._regions.get(slot) for slot in self.pipeline.returned}
-        unawaited = {region for launch, (_, region) in self._begun.items() if launch not in awaited}
+        unawaited = {
+            region for launch, (_, regions) in self._begun.items() if launch not in awaited for region in regions
+        }
         for region, i in last.items():
             if region not in returned | unawaited:
                 does = f"what is given its memory behind {self._name(self.launches[i])}"
@@ -73,6 +91,17 @@ class StageEvents:
             yield self._call_kernel(launch, self.pipeline.calls[number])
         elif kind in _BEGUN_BY:
             yield EventWait(self._begun[self._begin_of(launch)][0], COMPUTE)
+        elif kind is LaunchKind.STORE:
+            room = VALUE, f"{self._name(launch)}, where it arrives"
+            region = self._regions[self.pipeline.round_trips[number].slots[0]]
+            yield from self._begin(launch, TO_HOST, [region], [room])
+        elif kind is LaunchKind.FETCH:
+            room = VALUE, f"{self._name(StageLaunch(LaunchKind.STORE, number))}, where it arrives"
+            region = VALUE, f"{self._name(launch)}, where it arrives"
+            yield self._kernel(launch, f"what comes before {self._name(launch)}", (), [region])
+            for slot in self.pipeline.round_trips[number].slots:
+                self._regions[slot] = region
+            yield from self._begin(launch, TO_DEVICE, [room], [region])
         else:
             message = self.pipeline.messages[number]
             made_by = self.pipeline.label(self.pipeline.calls[message.sent_after])
@@ -83,18 +112,19 @@ class StageEvents:
                 yield self._kernel(launch, f"what comes before {self._name(launch)}", read, [region])
             if kind is LaunchKind.POST:
                 self._regions[message.slot] = region
-            yield from self._begin(launch, region)
+            stream = f"from {message.source} to {message.target}"
+            reads, writes = ([region], ()) if kind is LaunchKind.SEND else ((), [region])
+            yield from self._begin(launch, stream, reads, writes)
 
-    def _begin(self, launch: StageLaunch, region: Region) -> Iterator[StreamEvent]:
-        message, first = self.pipeline.messages[launch.number], 2 * len(self._begun)
-        stream = f"from {message.source} to {message.target}"
-        sends = launch.kind is LaunchKind.SEND
+    def _begin(
+        self, launch: StageLaunch, stream: str, reads: Collection[Any], writes: Collection[Any]
+    ) -> Iterator[StreamEvent]:
+        first = 2 * len(self._begun)
         yield EventRecord(first, COMPUTE)
         yield EventWait(first, stream)
-        reads, writes = ([region], ()) if sends else ((), [region])
         yield self._kernel(launch, self._name(launch), reads, writes, stream)
         yield EventRecord(first + 1, stream)
-        self._begun[launch] = first + 1, region
+        self._begun[launch] = first + 1, frozenset([*reads, *writes])
 
     def _call_kernel(self, launch: StageLaunch, call: PartCall) -> StreamKernel:
         accesses, slots = self._accesses[call.part], self.pipeline.slots_read(call)
@@ -117,7 +147,12 @@ class StageEvents:
     ) -> StreamKernel:
         """node: the end of the part that runs, or that makes what is sent."""
         kind, number = launch
-        call = number if kind is LaunchKind.CALL else self.pipeline.messages[number].sent_after
+        if kind is LaunchKind.CALL:
+            call = number
+        elif kind in COPIES:
+            call = self.pipeline.round_trips[number].store_after
+        else:
+            call = self.pipeline.messages[number].sent_after
         part = self.pipeline.parts.parts[self.pipeline.calls[call].part]
         return StreamKernel(stream, part.graph.output, does, frozenset(reads), frozenset(writes))
 

@@ -16,6 +16,7 @@ from graphzero.passes.stages.cut_parts import cut_parts
 from graphzero.passes.stages.stage_marks import StageMarks
 from graphzero.plan.device import Device
 from graphzero.plan.pipelines.pipeline_memory import PipelineMemory
+from graphzero.plan.pipelines.pipeline_offload import place_round_trips
 from graphzero.plan.pipelines.pipeline_seconds import pipeline_seconds
 from graphzero.plan.plan import HostTraffic, MemoryPlan, PipelineEdge, PipelinePlan, Plan
 from graphzero.plan.program_costs import plan_of
@@ -114,6 +115,17 @@ class PipelinePrograms:
         plan = replace(plan, stage=options.stage, recomputed=options.recompute)
         return Candidate(flat, history, plan, pipeline=program)
 
+    def with_round_trips(self, candidate: Candidate, options: Options, nbytes: int) -> Candidate:
+        """The program with at most ``nbytes`` of activations on the device of each rank; see ``place_round_trips``."""
+        assert candidate.pipeline is not None and candidate.plan.pipeline is not None
+        if max(one.memory.activations for one in candidate.plan.pipeline.members) <= nbytes:
+            return candidate
+        program, lines = place_round_trips(candidate.pipeline, nbytes)
+        plan = plan_of_pipeline(candidate.graph, program, options.links)
+        old = candidate.plan
+        plan = replace(plan, stage=old.stage, recomputed=old.recomputed, decisions=(*old.decisions, *lines))
+        return replace(candidate, plan=plan, pipeline=program)
+
     def _scheduled(self, parts: PipelineParts) -> PipelineProgram:
         has_backward = any(part.key.kind in (BACKWARD, BACKWARD_WEIGHT) for part in parts.parts)
         if has_backward and not self.schedule.has_backward:
@@ -146,6 +158,7 @@ def plan_of_pipeline(graph: StepGraph, pipeline: PipelineProgram, links: Links) 
     params = [node for node in graph.placeholders("param") if not value.is_average(node)]
     count = sum(value.tensor_type(node).numel for node in params)
     collectives = [collective for plan in calls for collective in plan.collectives]
+    waiting = sum(trip.nbytes for trip in pipeline.round_trips if trip.member == fullest)
     stages = f"pp={pipeline.schedule.ranks}"
     return replace(
         plans[0],
@@ -156,7 +169,9 @@ def plan_of_pipeline(graph: StepGraph, pipeline: PipelineProgram, links: Links) 
         collectives=collectives,
         padding_bytes=sum(plan.padding_bytes for plan in calls),
         comm_volume=sum(collective.elements for collective in collectives) / max(count, 1),
-        host_traffic=HostTraffic(*map(sum, zip(*(plan.host_traffic for plan in calls), strict=True))),
+        host_traffic=HostTraffic(
+            *(waiting + sum(way) for way in zip(*(plan.host_traffic for plan in calls), strict=True))
+        ),
         decisions=tuple(_warnings(timeline)),
         pipeline=PipelinePlan(
             pipeline.schedule.name,

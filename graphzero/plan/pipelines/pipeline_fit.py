@@ -40,6 +40,7 @@ from graphzero.plan.memory.memory_fit import (
 )
 from graphzero.plan.memory.memory_search import MemorySearch
 from graphzero.plan.pipelines.pipeline import PipelinePrograms
+from graphzero.plan.pipelines.pipeline_memory import describe_stages
 from graphzero.plan.pipelines.traffic_candidates import ACCUMULATORS, traffic_candidates
 from graphzero.plan.plan import MemoryPlan, format_seconds, mega
 from graphzero.plan.stage import first_fitting, gathered_once
@@ -57,10 +58,11 @@ def choose_pipeline(
     stages: Iterable[int],
     budget: Budget | None = None,
     activations: int | str | None = None,
+    offload: int | None = None,
 ) -> Candidate:
     """The program of a captured step on pipeline stages; arguments and errors are those of ``plan.stage.choose``.
 
-    budget, activations: of each rank.
+    budget, activations, offload: of each rank.
     """
 
     fits_of: dict[tuple[int, str], PipelineFit] = {}
@@ -69,7 +71,8 @@ def choose_pipeline(
         key = options.stage, options.split_attention
         if key not in fits_of:
             fits_of[key] = PipelineFit(programs, gathered_once(options))
-        return fits_of[key].program(budget, activations, fits)
+        program = fits_of[key].program(budget, activations, fits)
+        return program if offload is None else programs.with_round_trips(program, options, offload)
 
     def smaller(options: Options, plain: Candidate) -> tuple[Options, Candidate]:
         assert budget is not None
@@ -185,8 +188,9 @@ class PipelineFit:
         before, after = estimate.without_recompute, estimate.recomputing(ops)
         stages = self.programs.schedule.stages_on(member)
         return (
-            f"{_stages_text(stages)}: computed again in backward: {len(after.recomputed & estimate.names.keys())} of "
-            f"{len(estimate.names)} values of forward, {format_seconds(estimate.cost(after.recomputed))} a micro-"
+            f"{describe_stages(stages)}: computed again in backward: "
+            f"{len(after.recomputed & estimate.names.keys())} of {len(estimate.names)} values of forward, "
+            f"{format_seconds(estimate.cost(after.recomputed))} a micro-"
             f"batch; activations {mega(after.most[1])} for {mega(before.most[1])}"
         )
 
@@ -198,7 +202,7 @@ class PipelineFit:
             stages = next(member.stages for member in members if member.memory.activations == least)
             raise ConfigError(
                 f"set_activation_memory({activations}): the plan of {program.plan.name} on {program.plan.placement} "
-                f"holds at least {least:,} bytes of activations on the ranks of {_stages_text(stages)}, "
+                f"holds at least {least:,} bytes of activations on the ranks of {describe_stages(stages)}, "
                 f"{least - activations:,} too many, also where backward computes again what it can\n  What it needs is "
                 f"config.set_activation_memory({least}); to need less: a schedule with fewer micro-batches in flight, "
                 "more micro-batches (config.set_gradient_accumulation_steps(n)), or more stages"
@@ -268,11 +272,7 @@ class PipelineFit:
                     f"gradients added up {how}: whole is {mega(one.freed)} more for {format_seconds(one.seconds)} less"
                 )
         stages = self.programs.schedule.stages_on(member)
-        return f"{_stages_text(stages)}: {'; '.join(words)}, within {mega(budget.nbytes)} per rank"
-
-
-def _stages_text(stages: tuple[int, ...]) -> str:
-    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        return f"{describe_stages(stages)}: {'; '.join(words)}, within {mega(budget.nbytes)} per rank"
 
 
 def _memories(program: Candidate) -> dict[int, MemoryPlan]:

@@ -3,13 +3,16 @@
 Between two calls a rank holds its states, the communication slots of its parts, and what parts have handed over and a
 later call of its stages reads: the activations in flight.  While a part runs, what it makes itself is added.  What is
 sent to another stage is in flight there, in a buffer of its own, from where its receive is posted, and here until the
-sender waits for it: see ``pipeline_launches``.
+sender waits for it; what waits on the host is there from where its copy begins, and here until that is awaited: see
+``pipeline_launches``.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from copy import copy
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +20,7 @@ import numpy as np
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.pipeline_launches import LaunchKind, list_launches
-from graphzero.ir.pipeline_parts import PartCall, PipelineProgram, Slot, StageMessage, ValueKey
+from graphzero.ir.pipeline_parts import PartCall, PipelineProgram, Slot, StageMessage, StageRoundTrip, ValueKey
 from graphzero.ir.storage.liveness import Bytes, bytes_held, liveness
 from graphzero.ir.storage.roots import Storage
 from graphzero.plan.plan import CATEGORIES, RESIDENT, MemoryPlan, PipelineMember
@@ -41,6 +44,7 @@ class _PartMemory:
     made: bytes over time, by category, of what the part makes and hands over to nobody.
     handed_over: value -> the storage it is in, if the part has made it.  nbytes, begins, category: of these storages.
     passed_on: value -> the placeholder in whose storage it is.
+    filling: the values that are all of the storage that they are in.
     given: placeholder that other parts fill -> bytes, and the position of its last reader.
     on_host: state in host memory -> bytes.  most_on_host: the most bytes that the part itself has there at any moment.
     """
@@ -54,9 +58,14 @@ class _PartMemory:
         self.given: dict[str, tuple[int, int]] = {}
         self.handed_over: dict[ValueKey, Storage] = {}
         self.passed_on: dict[ValueKey, str] = {}
+        self.filling: set[ValueKey] = set()
         storages: set[Storage] = set()
+        stored = {span.storage: span.nbytes for span in at.spans()}
         for key in outputs:
-            storage = at.roots[graph.aux[key.name]][0]
+            node = graph.aux[key.name]
+            storage = at.roots[node][0]
+            if storage is not None and stored.get(storage) == at.nbytes_of(node):
+                self.filling.add(key)
             if storage is not None and storage[0].op != "placeholder":
                 self.handed_over[key] = storage
                 storages.add(storage)
@@ -114,6 +123,7 @@ class PipelineMemory:
         left.update(message.slot for message in pipeline.messages if message.source == member)
         in_flight: dict[Slot, InFlight] = {}
         accumulators = set(pipeline.parts.accumulators)
+        trips = pipeline.round_trips
         for kind, number in list_launches(pipeline, member):
             if kind is LaunchKind.CALL:
                 call = pipeline.calls[number]
@@ -122,15 +132,38 @@ class PipelineMemory:
             elif kind is LaunchKind.POST:
                 message = pipeline.messages[number]
                 category = "accumulators" if message.slot[0] in accumulators else "activations"
-                in_flight[message.slot] = InFlight(message.slot, self._bytes_read(message), category)
+                in_flight[message.slot] = InFlight(message.slot, self.bytes_read(message), category)
             elif kind is LaunchKind.RELEASE:
                 slot = pipeline.messages[number].slot
                 left[slot] -= 1
                 if not left[slot]:
                     in_flight.pop(slot, None)
+            elif kind is LaunchKind.STORED:
+                for slot in trips[number].slots:
+                    del in_flight[slot]
+            elif kind is LaunchKind.FETCH:
+                there = InFlight(("back", number), trips[number].nbytes, "activations")
+                in_flight |= dict.fromkeys(trips[number].slots, there)
 
-    def _bytes_read(self, message: StageMessage) -> int:
-        """Bytes of a value where it is received."""
+    def with_round_trips(self, round_trips: Iterable[StageRoundTrip]) -> PipelineMemory:
+        """The memory of the same parts where some values wait on the host."""
+        other = copy(self)
+        other.pipeline = replace(self.pipeline, round_trips=tuple(round_trips))
+        return other
+
+    def most_waiting(self, member: int) -> int:
+        """The most bytes that wait on the host at any moment."""
+        waiting = most = 0
+        for kind, number in list_launches(self.pipeline, member):
+            if kind is LaunchKind.STORE:
+                waiting += self.pipeline.round_trips[number].nbytes
+                most = max(most, waiting)
+            elif kind is LaunchKind.FETCHED:
+                waiting -= self.pipeline.round_trips[number].nbytes
+        return most
+
+    def bytes_read(self, message: StageMessage) -> int:
+        """Return the bytes of a value where it is received."""
         reader = self.pipeline.calls[message.read_by]
         slots = self.pipeline.slots_read(reader)
         return next(self.parts[reader.part].given[name][0] for name, slot in slots.items() if slot == message.slot)
@@ -163,7 +196,7 @@ class PipelineMemory:
         state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
         parts = {call.part: self.parts[call.part] for call in calls}.values()
         stays = sum({name: nbytes for part in parts for name, nbytes in part.on_host.items()}.values())
-        host = stays + max(part.most_on_host for part in parts)
+        host = stays + max(part.most_on_host for part in parts) + self.most_waiting(member)
         plan = MemoryPlan(resident, at_peak, state, where, most_activations, host, stays)
         return PipelineMember(pipeline.schedule.stages_on(member), plan, most)
 
@@ -219,3 +252,8 @@ class PipelineMemory:
             if left[slot := self.pipeline.slot(key, call.micro_batch)]:
                 in_flight[slot] = InFlight((call, storage), memory.nbytes[storage], memory.category[storage])
         return over
+
+
+def describe_stages(stages: tuple[int, ...]) -> str:
+    """ "stage 0", "stages 0, 3"."""
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"

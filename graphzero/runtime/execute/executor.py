@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from graphzero import _compat
 from graphzero.errors import GraphZeroError, SbpError, shorten_list
-from graphzero.ir import value
+from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.arena import Arena
 from graphzero.ir.storage.liveness import liveness
@@ -127,6 +127,7 @@ class Executor:
         self._missing = set(self.program.persistent)
         self._bound: dict[str, list[Tensor]] = {}
         self._names_at: dict[int, list[str]] | None = None  # what is bound by where it lies; None: look
+        self._writes_to_host = any(node.target is ops.to_host_launch for node in graph.nodes)
         self._autocasts = [kind for kind in {world.device.type, "cpu"} if torch.amp.is_autocast_available(kind)]
 
     # ---- state
@@ -260,7 +261,8 @@ class Executor:
                         step.metered(envs, meter)
                         at += 1
                     meter.enter("", "")
-                self.world.host_copies.finish()
+                if self._writes_to_host:  # what waits between parts of stages may still be on its way there
+                    self.world.host_copies.finish()
             except BaseException as error:
                 self.stopped = max(at, 0)
                 if isinstance(error, Exception):

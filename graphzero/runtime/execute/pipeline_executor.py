@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.pipeline_launches import LaunchKind, StageLaunch, list_launches
+from graphzero.ir.pipeline_launches import COPIES, LaunchKind, StageLaunch, list_launches
 from graphzero.ir.pipeline_parts import PartCall, PipelineProgram, Slot, ValueKey
 from graphzero.ir.transfer_layout import shape_on
 from graphzero.runtime.execute.executor import Executor, ReleasedInputs, Results, SlotBuffers
 from graphzero.runtime.execute.pipeline_messages import MessagePassing, StepMessages
+from graphzero.runtime.execute.stage_copies import ValuesOnHost, round_trip_offsets
 from graphzero.runtime.execute.steps import Meter
 from graphzero.runtime.world.process import ProcessWorld
 from graphzero.runtime.world.world import World
@@ -32,11 +33,13 @@ class StageValues:
 
     saved: one tensor for each local rank.  left: how many readers each still has.
     messages: to and from other members; None where nothing is sent.
+    on_host: by the number of a round trip, what waits on the host.
     """
 
     saved: dict[Slot, Sequence[Any]]
     left: Counter[Slot]
     messages: StepMessages | None
+    on_host: dict[int, ValuesOnHost] = field(default_factory=dict)
 
     def drop(self, slot: Slot) -> None:
         """Let go of a value for one of its readers."""
@@ -66,6 +69,7 @@ class PipelineExecutor:
         self._step: StepMessages | None = None
         self._nodes = {node.name: node for node in graph.nodes}
         self._readers = self.count_readers(self.launches)
+        self._file_offsets, _ = round_trip_offsets(pipeline, world.member, len(world.local_ranks))
         self._moved = {message.slot for message in pipeline.messages}
         if isinstance(world, ProcessWorld):
             self.messages = MessagePassing(graph, pipeline, world, self.allocate)
@@ -132,8 +136,12 @@ class PipelineExecutor:
         self.finish()  # what an earlier run that failed has left
         self._step = step = self.messages.begin_step() if self.messages is not None else None
         values = StageValues({}, self._readers.copy(), step)
-        for launch in self.launches:
-            self.run_launch(launch, values, inputs, meter)
+        try:
+            for launch in self.launches:
+                self.run_launch(launch, values, inputs, meter)
+        except BaseException:
+            self.world.host_copies.forget()
+            raise
         saved = values.saved
         if step is not None:
             returned = sorted(self.pipeline.returned)
@@ -147,6 +155,9 @@ class PipelineExecutor:
     ) -> None:
         """Run one call, or do what a launch does to a message."""
         (kind, number), step = launch, values.messages
+        if kind in COPIES:
+            self._copy(launch, values)
+            return
         if kind is LaunchKind.CALL:
             if step is not None:
                 step.note_call(number)
@@ -163,6 +174,24 @@ class PipelineExecutor:
             values.saved[slot] = step.await_arrival(number)
         else:
             step.release(number)
+
+    def _copy(self, launch: StageLaunch, values: StageValues) -> None:
+        """Begin to copy values to the host or back, or wait for that."""
+        kind, number = launch
+        trip = self.pipeline.round_trips[number]
+        if kind is LaunchKind.STORE:
+            tensors = [values.saved[slot] for slot in trip.slots]
+            values.on_host[number] = ValuesOnHost(
+                self.world.host_copies, tensors, self._file_offsets[number], trip.nbytes
+            )
+        elif kind is LaunchKind.STORED:
+            values.on_host[number].await_stored()
+            for slot in trip.slots:
+                del values.saved[slot]
+        elif kind is LaunchKind.FETCH:
+            values.on_host[number].fetch()
+        else:
+            values.saved |= zip(trip.slots, values.on_host.pop(number).await_fetched(), strict=True)
 
     def _run_part(
         self, call: PartCall, values: StageValues, inputs: Mapping[str, Sequence[Any]], meter: Meter | None
@@ -187,7 +216,7 @@ class PipelineExecutor:
             given[part.micro_batch] = [call.micro_batch] * len(self.world.local_ranks)
         slots = self.pipeline.slots_read(call)
         for name, slot in slots.items():
-            if slot not in values.saved:
+            if slot not in values.saved and slot[0] in self.pipeline.parts.accumulators:
                 values.saved[slot] = self.allocate(slot)
             given[name] = values.saved[slot]
         for slot in {*slots.values()}:

@@ -22,10 +22,11 @@ class HostStates:
 
     graphs: that run in this process, one, or the parts of pipeline stages.
     folder: of the files that states and activations go into; None for memory.
+    waiting: bytes of a file for what waits there between parts.
     """
 
-    def __init__(self, graphs: Sequence[StepGraph], world: World, folder: str | None) -> None:
-        self.graphs, self.world, self.folder = graphs, world, folder
+    def __init__(self, graphs: Sequence[StepGraph], world: World, folder: str | None, waiting: int) -> None:
+        self.graphs, self.world, self.folder, self.waiting = graphs, world, folder, waiting
         states = [(graph, node) for graph in graphs for node in graph.placeholders("state")]
         self.nodes = {node.name: (graph, node) for graph, node in states if is_host_state(node)}
         self._file: MappedFile | None = None
@@ -38,7 +39,7 @@ class HostStates:
         Raises ConfigError where there is no room for it.
         """
         ranks = self.world.rank_ids
-        nbytes = len(ranks) * sum(
+        nbytes = self.waiting + len(ranks) * sum(
             room_space(graph, room, ranks)
             for graph in self.graphs
             for room in graph.graph.find_nodes(op="call_function", target=ops.host_room)
