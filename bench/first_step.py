@@ -26,7 +26,7 @@ import torch.distributed as dist
 from _run import average, in_python, markdown, on_gloo, options_of, save
 from compile_time import CompileClock, clocks
 from parity import TrainGraph
-from systems import BASE, SYSTEMS, chosen, mean
+from systems import BASE, add_options, mean, named, names_of
 from workloads import WORKLOADS
 
 SHOWN = ["graphzero", "DDP", BASE]
@@ -52,13 +52,11 @@ Starts = dict[str, list[Start]]  # by kind
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=WORKLOADS, default="A")
-    parser.add_argument("--systems", nargs="+", metavar="NAME", default=SHOWN, help=f"by default {', '.join(SHOWN)}")
+    add_options(parser, SHOWN)
     parser.add_argument("--starts", type=int, default=3, help="of every system, cold and again")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--save", metavar="FILE", help="also keep the tables there, for bench/tables.py")
     options = options_of(parser)
-    names = [s.name for s in chosen(options.systems) if not s.missing]
+    names = names_of(options)
     found: dict[str, Starts] = {name: {kind: [] for kind in KINDS} for name in names}
     for _ in range(options.starts):
         for name, starts in found.items():
@@ -110,8 +108,7 @@ def loading(repeat: int) -> str:
 
 def start(rank: int, name: str, model: str) -> Start:
     """The first step of a system, from the model to the loss."""
-    (system,) = (s for s in SYSTEMS if s.name == name)
-    workload = WORKLOADS[model]
+    system, workload = named(name), WORKLOADS[model]
     batch = workload.part(0, rank, dist.get_world_size())
     with clocks() as clock:
         dist.barrier()
@@ -123,8 +120,7 @@ def start(rank: int, name: str, model: str) -> Start:
 
 def dissect(rank: int, name: str, model: str) -> dict[str, float]:
     """The same of a Graph, compiled apart from its first call: user seconds of rank 0 by part."""
-    (system,) = (s for s in SYSTEMS if s.name == name)
-    workload = WORKLOADS[model]
+    system, workload = named(name), WORKLOADS[model]
     batch = workload.part(0, rank, dist.get_world_size())
     with clocks() as clock:
         compiling, marks = CompileClock(clock.user), [clock.user()]

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of, save
 from parity import TrainGraph
-from systems import BASE, SYSTEMS, chosen, mean
+from systems import BASE, add_options, mean, named, names_of
 from workloads import PLAIN, THIN_WORKLOADS, WORKLOADS, Variant
 
 STEPS = 6
@@ -56,27 +56,21 @@ class Peak:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=WORKLOADS, default="A")
-    parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {', '.join(s.name for s in SYSTEMS)}")
-    parser.add_argument("--also", nargs="+", metavar="NAME", default=[], help="systems that are measured where named")
+    add_options(parser)
     parser.add_argument("--ranks", type=int, default=2)
     Variant.add_options(parser)
-    parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
     options = options_of(parser)
     variant = Variant.from_options(options)
     if not CLEAR.exists():
         sys.exit("bench/peak_memory.py resets the high-water mark that Linux keeps in /proc/self; this system has none")
     os.environ.update(MALLOC)
     found = {}
-    for system in chosen(options.systems, options.also):
-        if system.missing:
-            print(system.missing, file=sys.stderr)
-            continue
-        one = on_gloo(options.ranks, measure, system.name, options.model, variant)
+    for name in names_of(options):
+        one = on_gloo(options.ranks, measure, name, options.model, variant)
         if one.planned is not None:
-            thin = on_gloo(options.ranks, measure, system.name, options.model, variant, True)
+            thin = on_gloo(options.ranks, measure, name, options.model, variant, True)
             one = replace(one, fixed=thin.later - thin.planned)
-        found[system.name] = one
+        found[name] = one
         print(".", end="", file=sys.stderr, flush=True)
     if options.save:
         peaks = {name: asdict(one) for name, one in found.items()}
@@ -107,8 +101,7 @@ def mb(nbytes: int) -> str:
 
 def measure(rank: int, name: str, model: str, variant: Variant = PLAIN, thin: bool = False) -> Peak:
     """Every rank: train a toy, then the model, or its thin form."""
-    (system,) = (s for s in SYSTEMS if s.name == name)
-    ranks = dist.get_world_size()
+    system, ranks = named(name), dist.get_world_size()
     toy = WORKLOADS["toy conv" if "conv" in model else "toy"]
     toy = variant.apply(replace(toy, share=toy.share * variant.micro_batches))
     step = system.begin(toy)

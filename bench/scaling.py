@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 from _run import markdown, on_gloo, options_of, save
 from step_time import Timed, ms, work
-from systems import BASE, chosen
+from systems import BASE, add_options, names_of
 from workloads import WORKLOADS
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -26,15 +26,13 @@ SHOWN = ["graphzero", BASE, "FSDP2"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=WORKLOADS, default="A")
-    parser.add_argument("--systems", nargs="+", metavar="NAME", default=SHOWN, help=f"by default {', '.join(SHOWN)}")
+    add_options(parser, SHOWN)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="to measure, beside one")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
     parser.add_argument("--strong", action="store_true", help="also one batch for all: that of the most ranks")
-    parser.add_argument("--save", metavar="FILE", help="also keep the tables there, for bench/tables.py")
     options = options_of(parser)
-    names = [s.name for s in chosen(options.systems) if not s.missing]
+    names = names_of(options)
     options.ranks = sorted({1, *options.ranks})
     parts = []
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 from _run import average, markdown, on_gloo, options_of, save
-from systems import BASE, SYSTEMS, chosen, graph, mean
+from systems import BASE, add_options, graph, mean, named, names_of
 from workloads import PLAIN, WORKLOADS, Variant
 
 import graphzero as gz
@@ -84,9 +83,7 @@ def _ratios(mine: list[list[float]], its: list[list[float]]) -> list[float]:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="more rounds")
-    parser.add_argument("--model", choices=WORKLOADS, default="A")
-    parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {', '.join(s.name for s in SYSTEMS)}")
-    parser.add_argument("--also", nargs="+", metavar="NAME", default=[], help="systems that are measured where named")
+    add_options(parser)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
     parser.add_argument("--ranks", type=int, default=2)
@@ -94,7 +91,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="of graphzero's stages, where a step's time goes")
     parser.add_argument("--gloo", action="store_true", help="graphzero sends through gloo, as between hosts")
     parser.add_argument("--keep-memory", action="store_true", help="processes keep what is freed, for all systems")
-    parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
     return options_of(parser)
 
 
@@ -109,22 +105,8 @@ def main() -> None:
 
 
 def show_times(options: argparse.Namespace, rounds: int) -> None:
-    systems = chosen(options.systems, options.also)
-    for system in systems:
-        if system.missing:
-            print(system.missing, file=sys.stderr)
-    systems = [s for s in systems if not s.missing]
-    variant = Variant.from_options(options)
-    found = on_gloo(
-        options.ranks,
-        work,
-        options.model,
-        [s.name for s in systems],
-        rounds,
-        options.steps,
-        0,
-        variant,
-    )
+    names, variant = names_of(options), Variant.from_options(options)
+    found = on_gloo(options.ranks, work, options.model, names, rounds, options.steps, 0, variant)
     about = (
         variant.apply(WORKLOADS[options.model]).describe(options.ranks)
         + SENT * options.gloo
@@ -178,9 +160,8 @@ def work(
     workload = variant.apply(WORKLOADS[model])
     workload = replace(workload, share=share or workload.share)
     batches = [workload.part(step, rank, ranks) for step in range(BATCHES)]
-    systems = {s.name: s for s in chosen(names)}
-    running = {name: s.begin(workload) for name, s in systems.items()}
-    return time_in_turn({name: running[name] for name in names}, batches, rounds, steps, mean)
+    running = {name: named(name).begin(workload) for name in names}
+    return time_in_turn(running, batches, rounds, steps, mean)
 
 
 def time_in_turn(

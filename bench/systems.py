@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from parity import TrainGraph
 from torch import Tensor, nn
 from torch.optim import AdamW
-from workloads import Workload
+from workloads import WORKLOADS, Workload
 
 Step = Callable[..., Tensor]  # this rank's part of a batch -> the loss: of this part, or of the whole batch
 
@@ -222,6 +224,30 @@ def chosen(names: Sequence[str] | None, also: Sequence[str] = ()) -> list[System
         return any(system.name == n or system.name.startswith(f"{n},") for n in names)
 
     return [s for s in SYSTEMS if (not s.special if names is None else is_named(s, names)) or is_named(s, also)]
+
+
+def named(name: str) -> System:
+    (system,) = (s for s in SYSTEMS if s.name == name)
+    return system
+
+
+def add_options(parser: ArgumentParser, shown: Sequence[str] | None = None) -> None:
+    """Options of comparisons of systems; shown: those that are measured by default, where not all are."""
+    default = f"by default {', '.join(shown)}; " if shown else ""
+    names = ", ".join(s.name for s in SYSTEMS)
+    parser.add_argument("--model", choices=WORKLOADS, default="A")
+    parser.add_argument("--systems", nargs="+", metavar="NAME", default=shown, help=f"{default}of {names}")
+    parser.add_argument("--also", nargs="+", metavar="NAME", default=[], help="systems that are measured where named")
+    parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
+
+
+def names_of(options: Namespace) -> list[str]:
+    """The systems that the command line names, without those that are not installed, which it says."""
+    systems = chosen(options.systems, options.also)
+    for system in systems:
+        if system.missing:
+            print(system.missing, file=sys.stderr)
+    return [s.name for s in systems if not s.missing]
 
 
 def mean(loss: Tensor) -> float:
