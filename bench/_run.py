@@ -137,6 +137,32 @@ def saved(file: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+END = "<!-- up to here -->\n"
+
+
+def begin(script: str, what: str) -> str:
+    """The line of a page behind which a script's table ``what`` stands."""
+    return f"<!-- bench/{script} writes: {what} -->\n"
+
+
+def filled(page: str, script: str, what: str, text: str) -> str:
+    """The page with ``text`` between that line and the end."""
+    before, rest = page.split(begin(script, what))
+    return f"{before}{begin(script, what)}{text}\n{END}{rest.split(END, 1)[1]}"
+
+
+def kept_lines(file: str) -> dict[str, dict[str, Any]]:
+    """The last record of each name in a file of a JSON record a line."""
+    path = Path(file)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {record["name"]: record for record in map(json.loads, lines)}
+
+
+def keep_line(file: str, record: Mapping[str, Any]) -> None:
+    with open(file, "a", encoding="utf-8") as kept:
+        kept.write(json.dumps(record) + "\n")
+
+
 def command(words: Sequence[str]) -> str:
     """A script and its arguments as one types them, without where figures are kept."""
     script, *rest = words

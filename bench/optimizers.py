@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import json
 import re
 import sys
 import time
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _run import markdown
+from _run import filled, keep_line, kept_lines, markdown
 from parity import TrainGraph
 from torch import Tensor, nn
 from zoo.packages import declare_torchvision_ops
@@ -249,10 +248,10 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.page:
-        known = map(json.loads, Path(options.save).read_text(encoding="utf-8").splitlines())
-        results = list({one["name"]: Result(**one) for one in known}.values())
+        results = [Result(**one) for one in kept_lines(options.save).values()]
         RESULTS.write_text(text_of(results), encoding="utf-8")
-        write_page()
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(filled(page, "optimizers.py", "packages", summary(results)), encoding="utf-8")
         return 0
     results = []
     for case in cases():
@@ -261,8 +260,7 @@ def main() -> int:
                 warnings.simplefilter("ignore")
                 results.append(tried(case))
             print(f"{results[-1].name:45} {results[-1].outcome:8} {results[-1].says}", flush=True)
-            with open(options.save, "a", encoding="utf-8") as kept:
-                kept.write(json.dumps(asdict(results[-1])) + "\n")
+            keep_line(options.save, asdict(results[-1]))
     print(summary(results))
     return int(any(one.outcome in ("wrong", "crash") for one in results))
 
@@ -293,13 +291,6 @@ def text_of(results: list[Result]) -> str:
             lines = [f"* `{one.name}`: {re.sub(' at 0x[0-9a-f]+', '', one.says)}" for one in held]
             parts += [f"\n## {outcome.capitalize()} ({len(held)})\n", *lines]
     return "\n".join(parts) + "\n"
-
-
-def write_page() -> None:
-    table = RESULTS.read_text(encoding="utf-8").split("\n\n| package", 1)[1].split("\n\n", 1)[0]
-    begin, end = "<!-- bench/optimizers.py begins -->\n", "<!-- bench/optimizers.py ends -->"
-    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
-    PAGE.write_text(f"{before}{begin}| package{table}\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from _run import HERE, command, options_of, saved
@@ -23,7 +23,13 @@ from workloads import WORKLOADS, Variant
 
 ROOT = HERE.parent
 TOYS = ("toy", "toy conv")
-SHORT = ["--systems", "graphzero, stage 3", BASE]
+SHORT = ("--systems", "graphzero, stage 3", BASE)
+QUICK = {  # what a run of toys gives beside
+    "step_time.py": ("--rounds", "1", "--steps", "3"), "peak_memory.py": SHORT,
+    "first_step.py": ("--starts", "1", *SHORT), "collectives.py": ("--rounds", "3"),
+    "overhead.py": ("--parameters", "10", "--calls", "20"),
+    "scaling.py": ("--rounds", "1", "--steps", "2", "--ranks", "2", *SHORT),
+}  # fmt: skip
 FEW = ("graphzero, stage 1", "graphzero, stage 3", "graphzero + inductor, stage 1", "DDP", BASE)
 MORE = ("A", "B")  # on 4 ranks too
 HEAVIEST = "B"  # whose peaks on 4 ranks count
@@ -96,15 +102,9 @@ def full_parts(models: list[str], ranks: int) -> Iterator[Part]:
 
 
 def toy_parts(models: list[str], ranks: int) -> Iterator[Part]:
-    for model in models:
-        yield _part("step_time.py", "times", 20, model, ranks, "--rounds", "2", "--steps", "3")
-        yield _part("step_time.py", "profile", 10, model, ranks, "--profile", "--rounds", "1", "--steps", "2")
-        yield _part("peak_memory.py", "peaks", 30, model, ranks, *SHORT)
-        yield _part("first_step.py", "first step", 30, model, ranks, "--starts", "1", *SHORT)
-    yield Part(f"{ranks} ranks", "collectives", 10, ("collectives.py", "--ranks", str(ranks), "--rounds", "3"))
-    yield Part("overhead", "overhead", 5, ("overhead.py", "--parameters", "10", "--calls", "20"))
-    quick = ("--rounds", "1", "--steps", "2", "--ranks", "2", *SHORT)
-    yield Part(f"{models[0]}, scaling", "scaling", 40, ("scaling.py", "--model", models[0], *quick))
+    """The same parts with so few rounds that they only show that all of it runs."""
+    for one in full_parts(models, ranks):
+        yield replace(one, seconds=min(one.seconds, 40), words=(*one.words, *QUICK[one.words[0]]))
 
 
 def _part(script: str, part: str, seconds: int, model: str, ranks: int, *more: str) -> Part:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _run import HERE, markdown, saved
+from _run import HERE, filled, markdown, saved
 from peak_memory import BESIDE, Peak, beside, mb
 from step_time import Timed, apart, ms
 from systems import BASE, SYSTEMS
@@ -39,7 +39,6 @@ PAGES = {
 }
 PLOT = "docs/time_against_memory.svg"
 BY_HAND = "Look at what is written by hand: docs/benchmarks.md, README.md, and the prose of docs/performance.md."
-END = "<!-- up to here -->\n"
 TIMES = ("", "fastest, ms", "median, ms", f"to {BASE}", "quartiles", "CPU, ms", f"to {BASE}")
 PEAKS = ("peak, MB", f"to {BASE}", *BESIDE)
 
@@ -56,7 +55,7 @@ def main() -> None:
             texts["machine"] = machine()
         page = (ROOT / name).read_text()
         for what, text in texts.items():
-            page = filled(page, what, text)
+            page = filled(page, "tables.py", what, text)
         _write(to / name, page)
     panels = [panel(name, run) for name, run in runs.items() if {"times", "peaks"} <= set(run)]
     few = [one for one in panels if one.title.split(", ")[-1] == panels[0].title.split(", ")[-1]]
@@ -69,17 +68,6 @@ def main() -> None:
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-
-
-def begin(what: str) -> str:
-    """The line of a page behind which ``what`` stands."""
-    return f"<!-- bench/tables.py writes: {what} -->\n"
-
-
-def filled(page: str, what: str, text: str) -> str:
-    """The page with ``text`` between that line and the end."""
-    before, rest = page.split(begin(what))
-    return f"{before}{begin(what)}{text}\n{END}{rest.split(END, 1)[1]}"
 
 
 def machine() -> str:

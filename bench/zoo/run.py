@@ -13,7 +13,9 @@ One process a model, forked from one that has loaded the packages, with limits o
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import importlib
 import json
 import os
 import re
@@ -29,9 +31,12 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
-from zoo import cases, packages, tables, trial
+from _run import keep_line, kept_lines
+
+from zoo import packages, tables, trial
 
 PEER_FACTS = tuple(f"{peer}{what}" for peer in ("export", "compile") for what in ("", "_cause", "_cpu_s"))
+PARTS = ("zoo.peft_models", "zoo.diffusers_models", "zoo.transformers_models", "zoo.image_models")
 SECONDS, WALL, BYTES = 120, 600, 6 << 30
 
 
@@ -46,29 +51,39 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="write the tables of what is kept into docs/models.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    path = Path(options.save)
+    found = kept_lines(options.save)
     if options.summary:
-        print(tables.summary(list(kept(path).values())))
+        print(tables.summary(list(found.values())))
         return 0
     if options.page:
-        tables.write(list(kept(path).values()))
+        tables.write(list(found.values()))
         return 0
     packages.load()
     gc.freeze()  # what is loaded is not looked through in every child
-    found = kept(path)
     again = set(filter(None, options.again.split(",")))
     phases = options.phases.split(",")
-    names = [name for name in cases.cases() if re.search(options.only, name)][:: options.sample]
+    names = [name for name in cases() if re.search(options.only, name)][:: options.sample]
     for name in names:
         before = found.get(name)
         due = [p for p in phases if before is None or before["outcome"] in again or not done(before, p)]
         if due:
             found[name] = record = tried(name, due, {} if before is None else before)
-            with path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            keep_line(options.save, record)
             print(tables.line(record), flush=True)
     bad = [record for name, record in found.items() if name in names and record["outcome"] in ("wrong", "crashed")]
     return 1 if bad else 0
+
+
+@functools.cache
+def cases() -> dict[str, tuple[str, Callable[[], trial.Trial]]]:
+    """name -> family, and how the trial is made; of the packages that are installed."""
+    found: dict[str, tuple[str, Callable[[], trial.Trial]]] = {}
+    for part in PARTS:
+        try:
+            found |= importlib.import_module(part).cases()
+        except ImportError as error:
+            print(f"without {part}: {error}")
+    return found
 
 
 def done(record: dict[str, Any], phase: str) -> bool:
@@ -77,14 +92,8 @@ def done(record: dict[str, Any], phase: str) -> bool:
     return "outcome" in record if phase in ("graph", "eager") else phase in record
 
 
-def kept(path: Path) -> dict[str, dict[str, Any]]:
-    """The last record of each model."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {record["name"]: record for record in map(json.loads, lines)}
-
-
 def tried(name: str, phases: list[str], before: dict[str, Any]) -> dict[str, Any]:
-    family, make = cases.cases()[name]
+    family, make = cases()[name]
     record: dict[str, Any] = {"name": name, "family": family} | {k: v for k, v in before.items() if k in PEER_FACTS}
     if not {"graph", "eager"} & set(phases):
         record = dict(before)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _run import markdown
+from _run import filled, markdown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-END = "<!-- up to here -->\n"
 Record = dict[str, Any]
 OUTCOMES = ("equal", "refused", "crashed", "wrong", "skipped")
 
@@ -30,9 +29,7 @@ def write(records: Sequence[Record], page: Path = PAGE) -> None:
     """Put each table between its two lines of the page."""
     text = page.read_text()
     for name, table in TABLES.items():
-        begin = f"<!-- bench/zoo/run.py writes: {name} -->\n"
-        before, rest = text.split(begin)
-        text = f"{before}{begin}{table(records)}\n{rest[rest.index(END) :]}"
+        text = filled(text, "zoo/run.py", name, table(records))
     page.write_text(text)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import run_comparison
 import tables
-from _run import command, save
+from _run import END, begin, command, filled, save
 from systems import BASE
 
 FILE = ["bench/step_time.py", "--model", "A", "--save", "build/bench.json"]
@@ -24,7 +24,7 @@ TIMES = "bench/results/step_time.md"
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository whose pages hold old figures."""
     for name, whats in tables.PAGES.items():
-        text = "".join(f"{tables.begin(what)}old {what}\n{tables.END}prose on {what}\n" for what in whats)
+        text = "".join(f"{begin('tables.py', what)}old {what}\n{END}prose on {what}\n" for what in whats)
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# Title\n{text}")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
@@ -89,7 +89,7 @@ def test_a_run_of_toys_writes_beside_its_figures_and_a_full_one_into_the_reposit
 def test_the_pages_of_the_project_have_a_place_for_every_table():
     for name, whats in tables.PAGES.items():
         page = (ROOT / name).read_text()
-        assert all(tables.filled(page, what, "new").count("\nnew\n") == 1 for what in whats)
+        assert all(filled(page, "tables.py", what, "new").count("\nnew\n") == 1 for what in whats)
 
 
 def test_tables_begin_with_their_command_and_the_page_of_benchmarks_leads_to_all_of_them():
@@ -116,7 +116,7 @@ def test_what_was_measured_by_the_same_command_is_not_measured_again(tmp_path, m
 
 def test_every_part_names_a_script_that_keeps_its_figures():
     for part in [*run_comparison.full_parts(["A", "B", "conv"], 2), *run_comparison.toy_parts(["toy"], 2)]:
-        assert "--save" in (run_comparison.HERE / part.words[0]).read_text(), part.words
+        assert "save(options.save" in (run_comparison.HERE / part.words[0]).read_text(), part.words
 
 
 def test_a_command_is_shown_as_one_types_it():

@@ -9,7 +9,7 @@ from torch import nn
 pytest.importorskip("transformers")
 from zoo import packages as zoo_packages
 from zoo import run, tables
-from zoo.cases import cases
+from zoo.run import cases
 from zoo.trial import Trial, judged
 
 MODELS = (
@@ -92,7 +92,7 @@ def test_results_continue_where_they_were(tmp_path):
     path = tmp_path / "zoo.jsonl"
     lines = [{"name": "a", "family": "f", "outcome": "wrong"}, {"name": "a", "family": "f", "outcome": "equal"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = run.kept(path)
+    found = run.kept_lines(path)
     assert found["a"]["outcome"] == "equal"
     assert run.done(found["a"], "graph") and not run.done(found["a"], "export")
 
