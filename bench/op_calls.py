@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,25 +57,33 @@ class Call:
         return made
 
 
+def op_samples(
+    dtype: torch.dtype, most: int, every: int = 1, is_differentiated: bool = True
+) -> Iterator[tuple[Any, Any]]:
+    """PyTorch's operators that take ``dtype``, every n-th, each with up to ``most`` of its samples."""
+    for info in [info for info in invocations.op_db if dtype in info.supported_dtypes("cpu")][::every]:
+        differs = is_differentiated and info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
+        set_rng_seed(0)  # once: PyTorch would do it before each sample, on devices that are not there too
+        samples = list(info.sample_inputs("cpu", dtype, requires_grad=differs, set_seed=False))
+        for sample in samples[:: max(len(samples) // most, 1)][:most]:
+            yield info, sample
+
+
 def calls(dtype: torch.dtype, wanted: Wanted, most: int = 4, every: int = 1) -> dict[str, Call]:
     """Calls with values of ``dtype`` of the ops that are ``wanted``, each once for the same shapes.
 
     every: take every n-th operator; most: samples of one.
     """
     found: dict[str, Call] = {}
-    for info in [info for info in invocations.op_db if dtype in info.supported_dtypes("cpu")][::every]:
-        differs = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
-        set_rng_seed(0)
-        chosen = list(info.sample_inputs("cpu", dtype, requires_grad=differs, set_seed=False))
-        for sample in chosen[:: max(len(chosen) // most, 1)][:most]:
-            try:
-                with _Recorder(found, wanted):
-                    made = pytree.tree_leaves(info(sample.input, *sample.args, **sample.kwargs))
-                    made = [x for x in made if isinstance(x, Tensor) and x.requires_grad]
-                    if made:
-                        torch.autograd.backward(made, [torch.rand_like(x) for x in made])
-            except FAILURES:
-                continue
+    for info, sample in op_samples(dtype, most, every):
+        try:
+            with _Recorder(found, wanted):
+                made = pytree.tree_leaves(info(sample.input, *sample.args, **sample.kwargs))
+                made = [x for x in made if isinstance(x, Tensor) and x.requires_grad]
+                if made:
+                    torch.autograd.backward(made, [torch.rand_like(x) for x in made])
+        except FAILURES:
+            continue
     for sample in samples()[::every]:
         if isinstance(sample.op, torch._ops.OpOverload):
             given = pytree.tree_map_only(Tensor, lambda x: _cast(x, dtype), (sample.args, sample.kwargs))

@@ -23,10 +23,8 @@ from typing import Any
 import torch
 from _run import markdown, options_of
 from layouts import BATCH, CASES, LAYOUTS, MODELS, graph_of
-from op_calls import Call
+from op_calls import Call, op_samples
 from torch import Tensor, fx, nn
-from torch.testing._internal import common_methods_invocations as invocations
-from torch.testing._internal.common_utils import set_rng_seed
 from torch.utils import _pytree as pytree
 
 from graphzero.capture import Captured, Input, Inputs, Step, capture
@@ -167,16 +165,11 @@ def _placed(node: fx.Node, captured: Captured, given: dict[str, Tensor], held: d
 
 def steps(dtype: torch.dtype, every: int = 1, most: int = 4) -> Iterator[Sampled]:
     """Of every ``every``-th operator that takes ``dtype``, up to ``most`` samples that PyTorch itself runs."""
-    infos = [info for info in invocations.op_db if dtype in info.supported_dtypes("cpu")]
-    for info in infos[::every]:
-        differs = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu") and not dtype.is_complex
-        set_rng_seed(0)  # once: PyTorch would do it before each sample, on devices that are not there too
-        samples = list(info.sample_inputs("cpu", dtype, requires_grad=differs, set_seed=False))
-        for sample in samples[:: max(len(samples) // most, 1)][:most]:
-            try:
-                yield Sampled(info, sample)
-            except (RuntimeError, TypeError, NotImplementedError, AssertionError):
-                continue
+    for info, sample in op_samples(dtype, most, every, is_differentiated=not dtype.is_complex):
+        try:
+            yield Sampled(info, sample)
+        except (RuntimeError, TypeError, NotImplementedError, AssertionError):
+            continue
 
 
 def tally(dtype: torch.dtype, seen: set[Any], every: int = 1, most: int = 4) -> Tally:

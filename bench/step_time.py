@@ -2,7 +2,6 @@
 
     python bench/step_time.py               # a GPT of 7.4 M parameters
     python bench/step_time.py --model B     # one of 24 M; conv is a convolutional network
-    python bench/step_time.py --full        # more rounds
     python bench/step_time.py --micro-batches 4
     python bench/step_time.py --precision bfloat16 --also "graphzero + bfloat16 masters"
     python bench/step_time.py --profile     # where the seconds of each stage of ZeRO go
@@ -82,9 +81,8 @@ def _ratios(mine: list[list[float]], its: list[list[float]]) -> list[float]:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="more rounds")
     add_options(parser)
-    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
     parser.add_argument("--ranks", type=int, default=2)
     Variant.add_options(parser)
@@ -100,28 +98,20 @@ def main() -> None:
         os.environ.update(KEPT_MEMORY)
     if options.gloo:
         os.environ[SWITCH] = "gloo"
-    rounds, show = options.rounds or (12 if options.full else 5), show_profile if options.profile else show_times
-    show(options, rounds)
+    (show_profile if options.profile else show_times)(options)
 
 
-def show_times(options: argparse.Namespace, rounds: int) -> None:
+def show_times(options: argparse.Namespace) -> None:
     names, variant = names_of(options), Variant.from_options(options)
-    found = on_gloo(options.ranks, work, options.model, names, rounds, options.steps, 0, variant)
-    about = (
-        variant.apply(WORKLOADS[options.model]).describe(options.ranks)
-        + SENT * options.gloo
-        + KEPT * options.keep_memory
-    )
-    about += f"; {rounds} rounds of {options.steps - 1} counted steps"
+    found = on_gloo(options.ranks, work, options.model, names, options.rounds, options.steps, 0, variant)
+    about = variant.apply(WORKLOADS[options.model]).describe(options.ranks)
+    about += SENT * options.gloo + KEPT * options.keep_memory
+    about += f"; {options.rounds} rounds of {options.steps - 1} counted steps"
     print(f"{about}\n\n{table(found)}")
     if options.save:
         times = {"about": about, **{name: asdict(one) for name, one in found.items()}}
-        run = (
-            f"{options.model}, {options.ranks} ranks"
-            + variant.title
-            + ", through gloo" * options.gloo
-            + ", memory kept" * options.keep_memory
-        )
+        run = f"{options.model}, {options.ranks} ranks{variant.title}"
+        run += ", through gloo" * options.gloo + ", memory kept" * options.keep_memory
         save(options.save, run, "times", times)
 
 
@@ -206,9 +196,9 @@ def time_in_turn(
 KINDS = ("compute", "communication", "copies", "overhead")  # in the order of the table
 
 
-def show_profile(options: argparse.Namespace, rounds: int) -> None:
+def show_profile(options: argparse.Namespace) -> None:
     variant = Variant.from_options(options)
-    table = profile_table(on_gloo(options.ranks, profile, options.model, rounds, options.steps, variant))
+    table = profile_table(on_gloo(options.ranks, profile, options.model, options.rounds, options.steps, variant))
     about = variant.apply(WORKLOADS[options.model]).describe(options.ranks)
     print(f"{about}; milliseconds of a step\n\n{table}")
     if options.save:

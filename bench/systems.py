@@ -60,23 +60,17 @@ def adamw(model: nn.Module) -> AdamW:
     return AdamW(model.parameters(), lr=RATE, fused=True)
 
 
-def graph(stage: int, workload: Workload, **settings: Any) -> TrainGraph:
-    """settings: what the methods ``set_...`` of its configuration are given, by their names."""
-    model = workload.model()
+def graph(stage: int, workload: Workload, rounded: bool = False, **settings: Any) -> TrainGraph:
+    """rounded: masters are bfloat16.  settings: what ``set_...`` of its configuration are given, by their names."""
+    model = workload.model().to(torch.bfloat16 if rounded else torch.float32)
     made = TrainGraph(model, adamw(model), None, stage)
     made.config.set_gradient_accumulation_steps(workload.micro_batches)
-    if workload.precision is not None:
+    if rounded:
+        made.config.enable_amp(stochastic_rounding=True)
+    elif workload.precision is not None:
         made.config.enable_amp(dtype=workload.precision)
     for name, value in settings.items():
         getattr(made.config, f"set_{name}")(value)
-    return made
-
-
-def rounded(stage: int, workload: Workload) -> TrainGraph:
-    model = workload.model().to(torch.bfloat16)
-    made = TrainGraph(model, adamw(model), None, stage)
-    made.config.set_gradient_accumulation_steps(workload.micro_batches)
-    made.config.enable_amp(stochastic_rounding=True)
     return made
 
 
@@ -204,7 +198,7 @@ SYSTEMS = [
     *graphs("graphzero + inductor", range(4), executor="inductor"),
     *graphs(ROOMY, (2, 3), special=True, memory_budget=2**34),
     *graphs(EARLY, (2, 3), special=True, optimizer_in_backward=True),
-    *(System(f"{ROUNDED}, stage {stage}", stage, partial(rounded, stage), special=True) for stage in (0, 2, 3)),
+    *graphs(ROUNDED, (0, 2, 3), special=True, rounded=True),
     System("DDP", 0, partial(hand_written, ddp)),
     System(BASE, 0, partial(hand_written, compiled_ddp)),
     System("DDP + ZeroRedundancyOptimizer", 1, partial(hand_written, ddp, optimizer_of=redundancy)),

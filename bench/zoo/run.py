@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="models whose name matches this regular expression")
     parser.add_argument("--again", default="", help="outcomes to try again, joined by commas")
     parser.add_argument("--sample", type=int, default=1, help="every n-th model only")
-    parser.add_argument("--phases", default="graph,export", help="of graph, eager, export, compile")
+    parser.add_argument("--phases", default="graph,export", help="of graph, export, compile")
     parser.add_argument("--summary", action="store_true", help="print the tables of what is kept, and run nothing")
     parser.add_argument("--page", action="store_true", help="write the tables of what is kept into docs/models.md")
     options = parser.parse_args()
@@ -89,30 +89,25 @@ def cases() -> dict[str, tuple[str, Callable[[], trial.Trial]]]:
 def done(record: dict[str, Any], phase: str) -> bool:
     if record["outcome"] == "skipped":
         return True
-    return "outcome" in record if phase in ("graph", "eager") else phase in record
+    return "outcome" in record if phase == "graph" else phase in record
 
 
 def tried(name: str, phases: list[str], before: dict[str, Any]) -> dict[str, Any]:
     family, make = cases()[name]
     record: dict[str, Any] = {"name": name, "family": family} | {k: v for k, v in before.items() if k in PEER_FACTS}
-    if not {"graph", "eager"} & set(phases):
+    if "graph" not in phases:
         record = dict(before)
     for phase in phases:
         if phase in ("export", "compile"):
             if record.get("outcome") == "skipped":
                 break
             got = forked(lambda phase=phase: trial.peer(make, phase))
-            got = (
-                got
-                if phase in got
-                else {phase: "failed", f"{phase}_cause": got.get("cause", ""), "cpu_s": got["cpu_s"]}
-            )
-            record |= {key: value for key, value in got.items() if key.startswith(phase)} | {
-                f"{phase}_cpu_s": got["cpu_s"]
-            }
+            if phase not in got:
+                got |= {phase: "failed", f"{phase}_cause": got.get("cause", "")}
+            record |= {key: value for key, value in got.items() if key.startswith(phase)}
+            record[f"{phase}_cpu_s"] = got["cpu_s"]
         else:
-            judge = trial.judged if phase == "graph" else trial.screened
-            record |= forked(lambda judge=judge: judge(make))
+            record |= forked(lambda: trial.judged(make))
     return record
 
 

@@ -276,13 +276,3 @@ def described(error: BaseException) -> dict[str, str]:
     frames = traceback.extract_tb(error.__traceback__)
     where = " < ".join(f"{f.filename.split('site-packages/')[-1]}:{f.lineno}" for f in reversed(frames[-3:]))
     return {"cause": f"{type(error).__name__}: {cause[:160]}", "message": text[:1500], "raised": where}
-
-
-def screened(make: Callable[[], Trial]) -> dict[str, Any]:
-    """Whether the model trains in plain PyTorch."""
-    with measured():
-        try:
-            losses = eager(make).losses
-        except Exception as error:
-            return {"outcome": "skipped", **described(error)}
-    return {"outcome": "runs", "cause": str(losses)}
