@@ -92,6 +92,22 @@ def test_a_step_in_tiles_is_that_of_whole_logits(schedule: str, stage: int, opti
     assert (rows_of_logits(tiled), rows_of_logits(whole)) == (count // 2, count)
 
 
+def test_stages_read_what_tiles_before_the_micro_batches_add_up() -> None:
+    def drawn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(model(x * torch.bernoulli(torch.full_like(x, 0.7))), y)  # checks the rates, in tiles
+
+    x, y = torch.randn(2, 16, 4, dtype=torch.float64)
+    losses = []
+    for tiles in (2, 1):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        graph = staged_graph(model, {"model.0": 0, "model.1": 1}, placement(2, 2), loss_fn=drawn, micro_batches=4)
+        graph.config.set_row_tiles(tiles)
+        losses.append(graph(x, y))
+        assert any("in 2 tiles of rows" in text for text in graph.plan.decisions) == (tiles == 2)
+    assert torch.allclose(*losses, rtol=0, atol=1e-12)
+
+
 class TwoHeads(Words):
     """A larger head behind the first layer, whose loss the last stage adds."""
 

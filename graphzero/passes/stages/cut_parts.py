@@ -4,7 +4,7 @@ Each stage has a part for what comes before the micro-batches, one for their for
 or more for what comes after; each part is a program of its own.  What one part computes and another reads is handed
 over: it is an output of the first and a ``saved`` input of the second, whichever stage that is on.  So a ``move`` is an
 op only where it copies a state, in the prologue of its stage.  What micro-batches add up is an ``accumulator``, an
-input that the parts of its stage write over; what tiles of rows add up within one micro-batch is its part's own.
+input that the parts of its stage write over; what tiles of rows add up within one part is its part's own.
 """
 
 from __future__ import annotations
@@ -61,9 +61,6 @@ class _PartCutter:
         repeated = [i for i, node in enumerate(self.nodes) if value.repeats_of(node)]
         self.body = range(repeated[0], repeated[-1] + 1) if repeated else range(len(self.nodes), len(self.nodes))
         self.micro_batches = value.repeats_of(self.nodes[repeated[0]]) if repeated else 1
-        for node in self.nodes:  # sums over micro-batches that have no stage go to the last one
-            if self.stages[node] is None and node.target in ops.WRITING:
-                self.stages[node] = self.count - 1
         self.carried: dict[fx.Node, fx.Node] = {}  # what lies in a storage first -> what each micro-batch leaves there
         self.of_tiles: set[fx.Node] = set()  # what tiles of rows write over, and what they write
         self.roots = self._written_roots()
@@ -87,11 +84,13 @@ class _PartCutter:
             if node.target in ops.WRITING:
                 into = value.operand(node)
                 roots[node] = roots[into] = root = roots.get(into, into)
+                if root.target is ops.accumulator and self.region(root) == self.region(node):
+                    self.of_tiles |= {root, node}
+                elif self.stages[node] is None:  # a sum over micro-batches that has no stage goes to the last one
+                    self.stages[node] = self.count - 1
                 self.stages[root] = self.stages[node]
                 if node.target is ops.carry:
                     self.carried[root] = node
-                if root.target is ops.accumulator and self.region(root) == FORWARD:
-                    self.of_tiles |= {root, node}
         return {node: root for node, root in roots.items() if node not in self.of_tiles}
 
     def _sent_values(self) -> set[fx.Node]:
