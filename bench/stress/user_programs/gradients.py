@@ -135,15 +135,10 @@ class Scaled(torch.autograd.Function):
         return (grad @ weight.t() if ctx.needs_input_grad[0] else None), x.t() @ grad
 
 
-@program()
-def function_of_two_outputs() -> Program:
-    model = nn.ParameterDict({"w": torch.randn(5, 4), "b": torch.zeros(4)})
-
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        out, _ = Scaled.apply(x, m["w"])
-        return trained(F.cross_entropy(out + m["b"], y))
-
-    return Program(model, step)
+@built_by(lambda step: Program(nn.ParameterDict({"w": torch.randn(5, 4), "b": torch.zeros(4)}), step))
+def function_of_two_outputs(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out, _ = Scaled.apply(x, m["w"])
+    return trained(F.cross_entropy(out + m["b"], y))
 
 
 class Reversed(torch.autograd.Function):
@@ -250,16 +245,11 @@ def tied_by_transposing() -> Program:
     return Program(Model(), lambda m, x, y: trained(F.mse_loss(m(x), x)))
 
 
-@program()
-def one_layer_many_times() -> Program:
-    model = nn.ModuleDict({"same": nn.Linear(5, 5), "head": nn.Linear(5, 4)})
-
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        for _ in range(4):
-            x = x + torch.tanh(m["same"](x))
-        return trained(F.cross_entropy(m["head"](x), y))
-
-    return Program(model, step)
+@built_by(lambda step: Program(nn.ModuleDict({"same": nn.Linear(5, 5), "head": nn.Linear(5, 4)}), step))
+def one_layer_many_times(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    for _ in range(4):
+        x = x + torch.tanh(m["same"](x))
+    return trained(F.cross_entropy(m["head"](x), y))
 
 
 @built_by(by_step)

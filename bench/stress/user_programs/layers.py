@@ -234,16 +234,11 @@ def mixture_of_experts() -> Program:
     return Program(Model(), step)
 
 
-@program()
-def expert_chosen_by_argmax() -> Program:
-    model = nn.ModuleDict({"gate": nn.Linear(5, 2), "a": mlp(), "b": mlp()})
-
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        first = m["gate"](x).argmax(-1, keepdim=True) == 0
-        out = torch.where(first, m["a"](x), m["b"](x))
-        return trained(F.cross_entropy(out, y))
-
-    return Program(model, step)
+@built_by(lambda step: Program(nn.ModuleDict({"gate": nn.Linear(5, 2), "a": mlp(), "b": mlp()}), step))
+def expert_chosen_by_argmax(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    first = m["gate"](x).argmax(-1, keepdim=True) == 0
+    out = torch.where(first, m["a"](x), m["b"](x))
+    return trained(F.cross_entropy(out, y))
 
 
 @program()

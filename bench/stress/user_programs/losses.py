@@ -276,19 +276,14 @@ def preference_pairs() -> Program:
     return Program(model, step)
 
 
-@program(floats(5), floats(3))
-def variational_autoencoder() -> Program:
-    model = nn.ModuleDict({"encode": mlp(made=6), "decode": mlp(3, 5)})
-
-    def step(m: nn.Module, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        mean, log = m["encode"](x).chunk(2, -1)
-        made = m["decode"](mean + noise * (0.5 * log).exp())
-        match = F.mse_loss(made, x, reduction="sum") / len(x)
-        divergence = -0.5 * (1 + log - mean.pow(2) - log.exp()).sum(1).mean()
-        trained(match + 0.1 * divergence)
-        return match, divergence
-
-    return Program(model, step)
+@built_by(lambda step: Program(nn.ModuleDict({"encode": mlp(made=6), "decode": mlp(3, 5)}), step), floats(5), floats(3))
+def variational_autoencoder(m: nn.Module, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    mean, log = m["encode"](x).chunk(2, -1)
+    made = m["decode"](mean + noise * (0.5 * log).exp())
+    match = F.mse_loss(made, x, reduction="sum") / len(x)
+    divergence = -0.5 * (1 + log - mean.pow(2) - log.exp()).sum(1).mean()
+    trained(match + 0.1 * divergence)
+    return match, divergence
 
 
 @program(floats(3, 8), floats(3, 8), classes(10))
@@ -312,16 +307,11 @@ def annealed_weight_of_a_loss(m: nn.Module, x: Tensor, weight: float) -> Tensor:
     return trained(square(out) + weight * out.abs().mean())
 
 
-@program(floats(5), floats(4))
-def mixture_density() -> Program:
-    model = mlp(made=12)
-
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        logits, mean, log = m(x).chunk(3, -1)
-        parts = torch.distributions.Normal(mean, log.exp()).log_prob(y[:, :1]) + logits.log_softmax(-1)
-        return trained(-torch.logsumexp(parts, -1).mean())
-
-    return Program(model, step)
+@built_by(lambda step: Program(mlp(made=12), step), floats(5), floats(4))
+def mixture_density(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    logits, mean, log = m(x).chunk(3, -1)
+    parts = torch.distributions.Normal(mean, log.exp()).log_prob(y[:, :1]) + logits.log_softmax(-1)
+    return trained(-torch.logsumexp(parts, -1).mean())
 
 
 @built_by(by_step, floats(5), classes(4))

@@ -108,15 +108,10 @@ def decay_switched_on_in_between(program: Program, number: int) -> None:
     program.optimizers[0].param_groups[0]["weight_decay"] = 0.1 * number
 
 
-@program()
-def buffer_written_in_between() -> Program:
-    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-
-    def action(program: Program, number: int) -> None:
-        program.model[1].running_mean.zero_()
-        program.model[1].num_batches_tracked.fill_(7)
-
-    return between(action, model)
+@built_by(lambda action: between(action, nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))))
+def buffer_written_in_between(program: Program, number: int) -> None:
+    program.model[1].running_mean.zero_()
+    program.model[1].num_batches_tracked.fill_(7)
 
 
 @program()
@@ -136,14 +131,9 @@ def attribute_changed_in_between() -> Program:
     return between(action, Model())
 
 
-@program()
-def dropout_rate_changed_in_between() -> Program:
-    model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.0), nn.Linear(8, 4))
-
-    def action(program: Program, number: int) -> None:
-        program.model[1].p = 1.0 if number == 0 else 0.0
-
-    return between(action, model)
+@built_by(lambda action: between(action, nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.0), nn.Linear(8, 4))))
+def dropout_rate_changed_in_between(program: Program, number: int) -> None:
+    program.model[1].p = 1.0 if number == 0 else 0.0
 
 
 @built_by(between)
@@ -152,17 +142,12 @@ def layer_replaced_in_between(program: Program, number: int) -> None:
         program.model[1] = nn.ReLU()
 
 
-@program()
-def trained_layer_replaced_in_between() -> Program:
-    model = mlp()
-
-    def action(program: Program, number: int) -> None:
-        if number == 0:
-            torch.manual_seed(7)
-            program.model[2] = nn.Linear(8, 4)
-            program.optimizers[0].add_param_group({"params": list(program.model[2].parameters())})
-
-    return between(action, model)
+@built_by(lambda action: between(action, mlp()))
+def trained_layer_replaced_in_between(program: Program, number: int) -> None:
+    if number == 0:
+        torch.manual_seed(7)
+        program.model[2] = nn.Linear(8, 4)
+        program.optimizers[0].add_param_group({"params": list(program.model[2].parameters())})
 
 
 @built_by(between)

@@ -257,17 +257,12 @@ def adversarial_pair_of_networks() -> Program:
     return Program(model, step, [adam(model["make"].parameters()), adam(model["judge"].parameters())])
 
 
-@program(floats(5), floats(5))
-def critic_with_gradient_penalty() -> Program:
-    model = nn.ModuleDict({"critic": mlp(5, 1)})
-
-    def step(m: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
-        between = (0.3 * real + 0.7 * fake).requires_grad_()
-        (slope,) = torch.autograd.grad(m["critic"](between).sum(), between, create_graph=True)
-        penalty = (slope.norm(dim=1) - 1).pow(2).mean()
-        return trained(m["critic"](fake).mean() - m["critic"](real).mean() + penalty)
-
-    return Program(model, step)
+@built_by(lambda step: Program(nn.ModuleDict({"critic": mlp(5, 1)}), step), floats(5), floats(5))
+def critic_with_gradient_penalty(m: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    between = (0.3 * real + 0.7 * fake).requires_grad_()
+    (slope,) = torch.autograd.grad(m["critic"](between).sum(), between, create_graph=True)
+    penalty = (slope.norm(dim=1) - 1).pow(2).mean()
+    return trained(m["critic"](fake).mean() - m["critic"](real).mean() + penalty)
 
 
 @program()

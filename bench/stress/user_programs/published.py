@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stress.user_programs.program import Program, adam, classes, flags, floats, mlp, program, square, trained
+from stress.user_programs.program import Program, adam, built_by, classes, flags, floats, mlp, program, square, trained
 
 
 class Norm(nn.Module):
@@ -199,19 +199,14 @@ def state_space_scan() -> Program:
     return Program(Model(), lambda m, x: trained(F.mse_loss(m(x)[:, :-1], x[:, 1:])))
 
 
-@program(floats(4, 5), flags(4))
-def graph_convolution_over_masks() -> Program:
-    model = nn.ModuleList([nn.Linear(5, 6), nn.Linear(6, 3)])
-
-    def step(m: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
-        edges = (keep[:, :, None] & keep[:, None]).to(x.dtype)
-        degree = edges.sum(-1).clamp(min=1).rsqrt()
-        for layer in m:
-            x = torch.tanh(layer((degree[..., None] * edges * degree[:, None]) @ x))
-        pooled = (x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)
-        return trained(square(pooled - 0.1))
-
-    return Program(model, step)
+@built_by(lambda step: Program(nn.ModuleList([nn.Linear(5, 6), nn.Linear(6, 3)]), step), floats(4, 5), flags(4))
+def graph_convolution_over_masks(m: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
+    edges = (keep[:, :, None] & keep[:, None]).to(x.dtype)
+    degree = edges.sum(-1).clamp(min=1).rsqrt()
+    for layer in m:
+        x = torch.tanh(layer((degree[..., None] * edges * degree[:, None]) @ x))
+    pooled = (x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)
+    return trained(square(pooled - 0.1))
 
 
 @program(classes(8), classes(8), floats())

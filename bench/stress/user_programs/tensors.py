@@ -94,14 +94,9 @@ def complex_number_in_front_of_a_gradient() -> Program:
     return of(lambda out, x, y: (out * (1 + 1j)).real.sum())
 
 
-@program()
-def complex_parameter() -> Program:
-    model = nn.ParameterDict({"w": torch.randn(5, 4, dtype=torch.complex128)})
-
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return trained(F.cross_entropy((x.to(m["w"].dtype) @ m["w"]).abs().to(x.dtype), y))
-
-    return Program(model, step)
+@built_by(lambda step: Program(nn.ParameterDict({"w": torch.randn(5, 4, dtype=torch.complex128)}), step))
+def complex_parameter(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return trained(F.cross_entropy((x.to(m["w"].dtype) @ m["w"]).abs().to(x.dtype), y))
 
 
 @program(floats(3, 8))
