@@ -177,7 +177,7 @@ class _MemoryUses:
         accumulators = self.pipeline.parts.accumulators
         for slot in slots.values():
             self._note_read(slot, at)
-        for key in part.handed_over.keys() | part.passed_on.keys():
+        for key in (*part.handed_over, *part.passed_on):  # not a set, whose order differs between processes
             slot, storage = self.pipeline.slot(key, call.micro_batch), part.handed_over.get(key)
             where: object = None
             if storage is None and part.passed_on[key] in slots:
