@@ -25,7 +25,7 @@ LOADED = [
 
 
 def context() -> Any:
-    """Makes processes by forking the one that has loaded, and done nothing."""
+    """Makes processes by forking the one that has loaded all that is in ``LOADED``."""
     made = mp.get_context("forkserver")
     made.set_forkserver_preload(LOADED)
     return made

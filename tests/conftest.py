@@ -20,6 +20,10 @@ os.environ["GRAPHZERO_PROGRESS"] = "off"
 os.environ["GRAPHZERO_TRACEBACK"] = "1"  # where a test fails, all frames are wanted
 gc.set_threshold(20_000, 20, 20)  # Python's own numbers cost 2 % of the tests' time
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
+import _ranks  # noqa: E402
+
+if not torch.cuda.is_available():
+    _ranks.LOADED.append("tests.first_steps")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from _ranks import start
 from order_of_files import LONGEST
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,6 +73,16 @@ def test_a_process_that_ends_in_a_test_takes_its_ranks_with_it(tmp_path: Path) -
     while any(map(_is_there, ranks)) and time.monotonic() < until:
         time.sleep(0.1)
     assert len(ranks) == 2 and not any(map(_is_there, ranks))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="such a process cannot be forked where there are GPUs")
+def test_ranks_are_forked_from_a_process_that_has_taken_steps() -> None:
+    """A module that it cannot import is left out without a word."""
+    start(_look_for_first_steps, (), 1)
+
+
+def _look_for_first_steps(rank: int) -> None:
+    assert "tests.first_steps" in sys.modules
 
 
 def _is_there(process: int) -> bool:

@@ -3,7 +3,7 @@
 How a page is written:
 
 * every ``python`` block runs, in order, in one namespace per page, in a process and an empty folder of its own; the
-  processes are forked from one that has loaded torch and graphzero, and done nothing;
+  processes are forked from one that has loaded torch and graphzero, and taken the steps of ``first_steps``;
 * a block that prints is directly followed by a ``text`` block, which holds exactly what it prints;
 * a first line ``# train.py`` names the file that the block is saved as; otherwise it is ``example.py``;
 * in a block opened by ```` ```text excerpt ```` a line ``...`` stands for any number of lines;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -88,14 +88,29 @@ def check_gloo_itself_moves_tensors_of_a_gpu() -> None:
         assert (world._collectives_of("dp") is not None) == read
 
 
+def connect_by_process_groups(graph: Any) -> None:
+    """Let the next step of a Graph that has run send its messages as between GPUs."""
+    world = graph._source.world
+    assert world._stage_transport is None
+    world._made_in = -1
+
+
 @slow
-def check_process_groups_in_all_schedules() -> None:
-    with process_groups():
-        for number, schedule in enumerate(GENERATORS):
-            stages = 2 if schedule in ("gpipe", "1f1b", "zb1p") else 4
-            model, marks = layer_on_each(stages, tied=number % 2 == 0)
-            count = 1 if number == 3 else 4
-            assert_same(real(), model, marks, schedule=schedule, stage=number % 4, micro_batches=count, **ADAM)
+def check_all_schedules_and_stages_of_zero_meet_both_ways_of_messages() -> None:
+    """Of one Graph: its next steps go through process groups."""
+    for number, schedule in enumerate(GENERATORS):
+        stages = 2 if schedule in ("gpipe", "1f1b", "zb1p") else 4
+        model, marks = layer_on_each(stages, tied=number % 2 == 0)
+        count = 1 if number == 3 else 4
+        options: dict[str, Any] = {"schedule": schedule, "stage": number % 4, "micro_batches": count, **ADAM}
+        with ExitStack() as stack:
+
+            def change(graph: Any, stack: ExitStack = stack) -> None:
+                stack.enter_context(process_groups())
+                connect_by_process_groups(graph)
+
+            graph = assert_same(real(), model, marks, between=change, **options)
+        assert isinstance(graph._source.world._stage_transport, ProcessGroupTransport)
 
 
 class Skipping(nn.Module):

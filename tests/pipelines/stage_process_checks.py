@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import tempfile
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,6 @@ from torch.distributed.tensor import DTensor
 import graphzero as gz
 from graphzero.errors import CheckError, GraphZeroError
 from graphzero.runtime.execute.pipeline_messages import StepMessages
-from graphzero.schedules import GENERATORS
 from graphzero.testing import strict_transfers
 from graphzero.testing.poison import is_poison
 
@@ -66,12 +66,27 @@ def graph_on(where: gz.Placement, model: nn.Module, marks: dict[str, int], **opt
     return staged_graph(copy.deepcopy(model), marks, where, **options)
 
 
-def assert_same(where: gz.Placement, model: nn.Module, marks: dict[str, int], **options: Any) -> Any:
-    """Train a Graph as virtual ranks do, to the bit; returns it."""
+def assert_same(
+    where: gz.Placement, model: nn.Module, marks: dict[str, int], between: Callable[[Any], None] | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Train a Graph as virtual ranks do, to the bit; returns it.
+
+    between: what is done with the Graph before it trains on, if it shall.
+    """
+
+    def train_all(on: gz.Placement) -> tuple[Any, list[Tensor]]:
+        graph = graph_on(on, model, marks, **options)
+        results = train(graph, on)
+        if between is not None:
+            if on is where:
+                between(graph)
+            results += train(graph, on)
+        return graph, results
+
     virtual = gz.placement("cpu", where.ranks, names=where.names, virtual=True)
-    (wanted,) = computed_once([lambda: train(graph_on(virtual, model, marks, **options), virtual)])
-    graph = graph_on(where, model, marks, **options)
-    results = train(graph, where)
+    (wanted,) = computed_once([lambda: train_all(virtual)[1]])
+    graph, results = train_all(where)
     assert len(results) == len(wanted) > 4
     for mine, other in zip(results, wanted, strict=True):
         assert torch.equal(mine, other), options
@@ -115,18 +130,6 @@ def check_chosen_stages() -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, graph.plan.decisions)
     assert len({*everyone}) == 1 and "set_stage" in everyone[0][0]
-
-
-@slow
-def check_all_schedules_at_stages_of_zero() -> None:
-    """Each at one stage, and at another between process groups: all schedules and all stages meet both transports."""
-    for number, schedule in enumerate(GENERATORS):
-        zero = (number + 2) % 4
-        if schedule == "1f1b":
-            continue  # ``check_schedules_at_stages_of_zero`` has it
-        stages = 2 if schedule in ("gpipe", "1f1b", "zb1p") else 4
-        count = 1 if zero == 1 else 4
-        assert_same(real(), *layer_on_each(stages), schedule=schedule, stage=zero, micro_batches=count, **ADAM)
 
 
 @slow

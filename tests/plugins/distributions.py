@@ -1,9 +1,13 @@
-"""Distributions in a folder, as an installer leaves them: modules beside metadata."""
+"""Distributions in a folder, as an installer leaves them: modules beside metadata; and to look for them anew."""
 
 from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
+
+from graphzero import extensions
+from graphzero.config import members, plugin_settings
+from graphzero.passes import pass_list
 
 
 def install(
@@ -21,3 +25,11 @@ def install(
         for line in (f"[{point}]", *(f"{entry} = {target}" for entry, target in entries.items()))
     ]
     (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+def forget() -> None:
+    """As in a process that has not looked for plug-ins yet."""
+    for module in (extensions, pass_list, plugin_settings, members):
+        for held in vars(module).values():
+            if hasattr(held, "cache_clear"):
+                held.cache_clear()

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from distributions import install
+from distributions import forget, install
 
 import graphzero as gz
 from graphzero import extensions
 from graphzero.cli import main
-from graphzero.config import PluginValue, Settings, members, plugin_settings
+from graphzero.config import PluginValue, Settings, plugin_settings
 from graphzero.passes import pass_list, pass_names
 from graphzero.step.input_transform import active_transform
 
@@ -43,14 +43,6 @@ setting = PluginSetting(0, Check(lambda x: isinstance(x, int), "give an int"))
 wrong_setting = PluginSetting("", Check(lambda x: isinstance(x, int), "give an int"))
 """
 Site = Callable[..., None]
-
-
-def forget() -> None:
-    """As in a process that has not looked for plug-ins yet."""
-    for module in (extensions, pass_list, plugin_settings, members):
-        for held in vars(module).values():
-            if hasattr(held, "cache_clear"):
-                held.cache_clear()
 
 
 @pytest.fixture
