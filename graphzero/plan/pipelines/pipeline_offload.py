@@ -122,13 +122,13 @@ class _MemberChoice:
     def describe(self, number: int) -> str:
         """A choice in words."""
         trips, device = self.round_trips(number), plain(self.memory.pipeline.placement.device_type)
-        awaited, count = max(number - len(self.keys), 0), len(self.keys)
+        awaited, count = max(number - len(self.keys), 0), len({trip.slots[0][0] for trip in trips})
         hidden = "which a CPU hides behind nothing" if device.type == "cpu" else "beside the calls next to them"
         if awaited and device.type != "cpu":
             hidden += f", but for {awaited} values for which the step waits"
         seconds = 2 * sum(device.host_copy_seconds(trip.nbytes) for trip in trips)
         return (
-            f"{self.stages}: on the host until backward: {min(number, count)} of {count} values of a micro-batch; at "
+            f"{self.stages}: on the host until backward: {count} of {len(self.keys)} values of a micro-batch; at "
             f"most {mega(self.activations(number))} of activations are on the device; copies of "
             f"{mega(sum(trip.nbytes for trip in trips))} each way take {format_seconds(seconds)} a step, {hidden}"
         )
