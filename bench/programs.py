@@ -1,0 +1,131 @@
+"""Programs, plans and losses of the benchmark models, saved and compared to the bit with those of an earlier tree.
+
+    python bench/programs.py KEPT             # with the old tree: writes one text a cell into the folder KEPT
+    python bench/programs.py KEPT --compare   # with the new one: the same again, and what differs from KEPT
+
+A cell is one of the benchmark models at a stage, on two data ranks or on two data times two tensor ranks, with
+AdamW and a clipped norm; on two data ranks also with micro-batches and in mixed precision, and some are compiled with
+the settings that let a plan decide.  Its text is the final program as it prints, its plan with decisions, and the
+losses of three steps as hexadecimal floats, or the sentence that refuses it.  Exits with 1 where a cell
+differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from layouts import PLANS, parallelise
+from models import CASES, OPTIMIZERS
+from parity import TrainGraph
+
+import graphzero as gz
+
+STAGES = (0, 1, 2, 3)
+STEPS, BATCH = 3, 8
+PLACEMENTS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "dp": (range(2), ("dp",)),
+    "dp x tp": ([[0, 1], [2, 3]], ("dp", "tp")),
+}
+SETTINGS: dict[str, Callable[[gz.Graph], None]] = {
+    "plain": lambda graph: None,
+    "micro": lambda graph: graph.config.set_gradient_accumulation_steps(2),
+    "bf16": lambda graph: graph.config.enable_amp(),
+    "in backward": lambda graph: graph.config.set_optimizer_in_backward(),
+    "kept": lambda graph: graph.config.enable_zero(stage=3, keep_gathered=True),
+    "budget": lambda graph: set_budget(graph),
+    "links": lambda graph: graph.config.set_links({"dp": gz.Link(latency=1e-5, bandwidth=1e9)}),
+}
+AT_EVERY_STAGE = ("plain", "micro", "bf16")
+SHOWN = 40  # lines of a difference
+
+
+@dataclass(frozen=True)
+class Cell:
+    model: str
+    placement: str
+    stage: int
+    setting: str = "plain"
+
+    @property
+    def file(self) -> str:
+        return f"{self.model}, {self.placement}, stage {self.stage}, {self.setting}.txt"
+
+
+def cells(models: list[str]) -> Iterator[Cell]:
+    """Every model at every stage, and the settings that let a plan decide at stage 3 for two of them."""
+    for model in models:
+        for stage in STAGES:
+            yield Cell(model, "dp x tp", stage)
+            yield from (Cell(model, "dp", stage, setting) for setting in AT_EVERY_STAGE)
+    for model in models:
+        if model in ("convnet", "llama"):
+            yield from (Cell(model, "dp", 3, setting) for setting in SETTINGS if setting not in AT_EVERY_STAGE)
+
+
+def text_of(cell: Cell) -> str:
+    """Program, plan and losses."""
+    case, (ranks, names) = CASES[cell.model], PLACEMENTS[cell.placement]
+    model = case.model()
+    placement = gz.placement("cpu", ranks, names=names, virtual=True)
+    if "tp" in names:
+        parallelise(model, PLANS[cell.model], placement)
+    optimizer, schedule = OPTIMIZERS["adamw"](model.parameters(), STEPS)
+    graph = TrainGraph(model, optimizer, schedule, cell.stage, placement, clip_grad_norm=1.0)
+    if cell.setting not in AT_EVERY_STAGE:
+        graph.compile(*case.batch(0, BATCH, torch.float32))
+    SETTINGS[cell.setting](graph)
+    try:
+        losses = [float(graph(*case.batch(step, BATCH, torch.float32))).hex() for step in range(STEPS)]
+    except gz.GraphZeroError as error:  # as where micro-batches cannot be: the first sentence is what a user gets
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}\n"
+    return "\n".join((str(graph.program), str(graph.plan), *losses, ""))
+
+
+def set_budget(graph: gz.Graph) -> None:
+    """A tenth more than the step needs, the stage left to the plan."""
+    graph.config.set_memory_budget(graph.plan.memory.peak * 11 // 10)
+    graph.config.enable_zero(stage="auto")
+
+
+def difference(before: str, after: str) -> str:
+    """The first lines of what changed; nothing where nothing did."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm="", n=1)
+    shown = list(lines)
+    more = [f"... and {len(shown) - SHOWN} lines more"] if len(shown) > SHOWN else []
+    return "\n".join((*shown[:SHOWN], *more))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the texts are, or go")
+    parser.add_argument("--compare", action="store_true", help="with what is there; writes nothing")
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", ".*has compiled.*")
+    torch.set_num_threads(1)
+    differ = 0
+    wanted = list(cells(options.models))
+    for cell in wanted:
+        path = options.folder / cell.file
+        if not options.compare:
+            options.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(text_of(cell), encoding="utf-8")
+            continue
+        changed = difference(path.read_text(encoding="utf-8"), text_of(cell))
+        if changed:
+            differ += 1
+            print(f"{path.stem}:\n{changed}", flush=True)
+    print(f"{len(wanted)} cells" + (f", {differ} differ" if options.compare else " written"))
+    return 1 if differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
