@@ -54,6 +54,11 @@ def stages_in(line: str) -> list[str]:
     return line.removeprefix('set_stage("auto"): ').split("; ")[:-1]
 
 
+def by_weights(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """A loss that reads a parameter and calls no module."""
+    return (model.first.weight @ x.T).square().mean()
+
+
 # ---- the choice
 
 
@@ -299,6 +304,7 @@ def test_more_stages_than_blocks_are_refused() -> None:
             'a device is of set_stage."auto"',
         ),
         (lambda: decision(auto_graph(Net(), 2, 3)), "3 stages are not a multiple of 2"),
+        (lambda: decision(auto_graph(Net(), loss_fn=by_weights)), "build calls 0 modules .*: none has parameters"),
     ],
 )
 def test_what_cannot_be_is_refused(refused: Callable[[], Any], text: str) -> None:

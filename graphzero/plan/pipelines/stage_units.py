@@ -116,7 +116,7 @@ class StageUnits:
         placement, read = self.graph.placement, [dict[fx.Node, float]() for _ in self.units]
         rows = prod(placement.hierarchy[placement.axis(name)] for name in placement.batch_axes)
         for node, unit in self.unit_of_node.items():
-            if node in self.params_of:
+            if node in self.params_of or not read:  # build calls no module that has parameters
                 continue
             for x in node.all_input_nodes:
                 for param in self.params_of.get(x, ()):
