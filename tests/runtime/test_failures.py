@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -231,13 +232,19 @@ def stopped_by_a_signal(rank: int) -> Any:
     return [tried(lambda: graph(batch(1, rank)))]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_stopped_process_is_named_after_the_jobs_timeout(tmp_path: Path, way: str, ranks: int) -> None:
-    found = failure_toys.run(stopped_by_a_signal, ranks, tmp_path, way, timeout=8.0, stops=[1])
-    for rank in {0, 2} & set(range(ranks)):
-        (one,) = found[rank]
-        assert one["kind"] == "RankError" and one["ranks"] == [1] and 5 < one["seconds"] < failure_toys.WAITS / 2, one
-        assert "has waited 8 s" in one["text"] and "rank 1" in one["text"] and "timeout" in one["text"]
+def test_a_stopped_process_is_named_after_the_jobs_timeout(tmp_path: Path, way: str) -> None:
+    def run(ranks: int) -> dict[int, Any]:
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        return failure_toys.run(stopped_by_a_signal, ranks, folder, way, timeout=8.0, stops=[1])
+
+    with ThreadPoolExecutor() as pool:  # both worlds wait at one time
+        for ranks, found in zip((2, 3), pool.map(run, (2, 3)), strict=True):
+            for rank in {0, 2} & set(range(ranks)):
+                (one,) = found[rank]
+                assert one["kind"] == "RankError" and one["ranks"] == [1], one
+                assert 5 < one["seconds"] < failure_toys.WAITS / 2, one
+                assert "has waited 8 s" in one["text"] and "rank 1" in one["text"] and "timeout" in one["text"]
 
 
 def two_threads(rank: int) -> Any:
