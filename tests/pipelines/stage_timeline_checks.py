@@ -15,7 +15,7 @@ from graphzero.plan.pipelines.pipeline_timeline import unit_seconds
 from graphzero.schedules import PipelineTimeline, ScheduleCosts, simulate_schedule
 from graphzero.schedules.action import ActionKind
 
-SECONDS = 0.04  # of a forward
+SECONDS = 0.1  # of a forward: what a call computes, on busy cores too, is over before
 Row = list[tuple[int, float, float]]  # stage, begin and end of each call
 
 
