@@ -337,6 +337,26 @@ def test_sbps_that_do_not_fit_say_how_many_or_which_dim(words: str, given: dict[
     assert words in str(error) and "test_region.py" in str(error)
 
 
+@pytest.mark.parametrize("shape", ["2", "2x2"])
+def test_a_check_of_one_rank_stops_the_step_on_all(shape: str) -> None:
+    def factor(h: Tensor, inner: nn.Module) -> Tensor:
+        assert h.isfinite().all(), "not finite"
+        torch.linalg.cholesky(torch.eye(2, dtype=D) * (1e3 - h.abs().max()))
+        return h
+
+    graph = Step(model_of(lambda: Body(factor, *[{"dp": S(0)}] * 2)), place(*SHAPES[shape]))
+    graph(x_of())
+    for bad, words in ((1e6, "LinAlgError: linalg.cholesky"), (float("nan"), "AssertionError: not finite")):
+        for row in (0, 7):
+            x = x_of()
+            x[row] *= bad
+            before = [p.clone() for p in graph.model.parameters()]
+            with pytest.raises(gz.CheckError, match=f"{words}[\\s\\S]*test_region.py"):
+                graph(x)
+            assert all(map(torch.equal, before, graph.model.parameters()))
+    graph(x_of())
+
+
 @pytest.mark.parametrize(
     ("words", "fn"),
     [

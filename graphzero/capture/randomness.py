@@ -119,6 +119,9 @@ class Draws:
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
         if p == 1:
             return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+        if isinstance(p, float):  # torch's kernel draws by this op, which raises for a probability of 2
+            with _compat.no_modes():
+                torch.ones(1).bernoulli_(1 - p, generator=torch.Generator())
         mask = self.uniform(x) >= p
         return x * mask * (1.0 / (1.0 - p)), mask
 

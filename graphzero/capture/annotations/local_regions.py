@@ -31,11 +31,11 @@ from graphzero.ir import value
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, RANK_KEY
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.shards import LocalStart
-from graphzero.sbp.types import B, Nd
+from graphzero.sbp.types import B, Nd, partial
 
 Runs = Callable[[Callable[..., Any], Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 _runs: ContextVar[Runs | None] = ContextVar("graphzero_regions", default=None)
-_inside: ContextVar[bool] = ContextVar("graphzero_inside_region", default=False)
+_inside: ContextVar[RegionSignature | None] = ContextVar("graphzero_inside_region", default=None)
 
 _NESTED = "Call the function itself there: what runs inside of a region is per-rank code already"
 _WRITES = "Clone it first: x = x.clone(); a module that works in place has an argument for it (inplace=False)"
@@ -62,14 +62,19 @@ def regions(runs: Runs) -> Iterator[None]:
         yield
 
 
-def is_inside_region() -> bool:
-    """Return whether per-rank code is being traced."""
-    return _inside.get()
+def condition_of_all_ranks(ok: Tensor) -> Tensor:
+    """Whether a 0-d condition holds; inside of a region on every rank."""
+    ends = _inside.get()
+    if ends is None:
+        return ok
+    words = ends.words((partial("min"),) * len(ends.placement.names))
+    met: Tensor = AS_GLOBAL(ok.to(torch.int32), words, [])
+    return met.bool()
 
 
 def refuse_inside(what: str, hint: str, build: CodeType | None = None) -> None:
     """Raise CaptureError where per-rank code is being traced."""
-    if is_inside_region():
+    if _inside.get() is not None:
         raise problem_here(what, hint, build)
 
 
@@ -96,7 +101,7 @@ class TracedRegions:
         numbers = iter(range(count))
         local = [outer.give(x, next(numbers)) if isinstance(x, Tensor) else x for x in flat]
         given_args, given_kwargs = pytree.tree_unflatten(local, spec)
-        with self._draws(ends.apart), outer:
+        with self._inside_of(ends), outer:
             results, out_spec = checked_results(fn(*given_args, **given_kwargs))
         results = [outer.local(y) if isinstance(y, Tensor) else y for y in results]
         outer.check(self.build)
@@ -109,12 +114,12 @@ class TracedRegions:
         return AS_GLOBAL(y, ends.words(nd), shape)  # type: ignore[no-any-return]
 
     @_compat.contextmanager
-    def _draws(self, axes: list[int]) -> Iterator[None]:
+    def _inside_of(self, ends: RegionSignature) -> Iterator[None]:
         """Ranks draw from keys of their own along the axes on which they do other work."""
         key = self.draws.key
         try:
-            with _compat.assigned(_inside, True):
-                self.draws.key = RANK_KEY(key, axes) if axes else key
+            with _compat.assigned(_inside, ends):
+                self.draws.key = RANK_KEY(key, ends.apart) if ends.apart else key
                 yield
         finally:
             self.draws.key = key

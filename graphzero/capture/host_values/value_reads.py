@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphzero import _compat
-from graphzero.capture.annotations.local_regions import refuse_inside
+from graphzero.capture.annotations.local_regions import condition_of_all_ranks
 from graphzero.capture.host_values.branches import CheckOperand, caller, check_at
 from graphzero.capture.host_values.number import HostNumber
 from graphzero.capture.objects.patches import patched
@@ -59,7 +59,6 @@ FACTORIES = frozenset({
 
 _TRUTH = "bool(tensor), as in `if tensor:`"
 _AS_NUMPY: Any = (Tensor.numpy, Tensor.__array__)
-_REGION = "Return the condition from the region as a value, P(max) or P(min) of the ranks, and check it outside"
 
 
 def _is_small(shape: Sequence[int]) -> bool:
@@ -260,12 +259,11 @@ class ValueReads:
         return holds & self.begun.so_far if self.begun is not None and self.begun.looks_on() else holds
 
     def check(self, ok: Tensor, message: str = "") -> None:
-        """The step raises when it runs, where ``ok``, of one element, is 0."""
-        refuse_inside("a value is checked inside of a local_region", _REGION, self.build)
+        """The step raises when it runs, where ``ok``, of one element, is 0; in a region, where that of any rank is."""
         if not self.paused():
             with torch.no_grad():
                 bad = self._so_far(ok.detach().reshape(()).bool().logical_not())
-                self.checks.append(CHECK(bad.logical_not(), message or "a check"))
+                self.checks.append(CHECK(condition_of_all_ranks(bad.logical_not()), message or "a check"))
 
     @_compat.contextmanager
     def watching(self) -> Iterator[None]:

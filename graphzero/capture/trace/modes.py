@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
-from graphzero.capture.annotations.local_regions import is_inside_region
 from graphzero.capture.host_values.floats import has_inputs, numbers_of, symbols_of, tensor_of
 from graphzero.capture.host_values.folding import folded_call, has_mask
 from graphzero.capture.host_values.kernel_checks import KERNEL_CHECKS
@@ -185,9 +184,10 @@ class OpMode(TorchDispatchMode):
         fold = folded_call(func, args, kwargs or {}) if _sized_by_values(func, args) else None
         if fold is None:
             self._refuse(func, args, kwargs)
+        kernel_check = KERNEL_CHECKS.get(func)
         source = (
             user_frame()
-            if func is not CHECK and func not in KERNEL_CHECKS
+            if func is not CHECK and kernel_check is None
             else ", called from ".join(user_frames(3, until=self.build))
         )
         module = running_module(self.modules, self.build)
@@ -197,8 +197,8 @@ class OpMode(TorchDispatchMode):
             self.lines[_compat.sequence_number()] = source, module
         before = (args[0].shape, args[0].stride()) if torch.Tag.inplace_view in func.tags else None
         with _compat.annotate({"phase": self.phase, "source": source, "module": module}):
-            if func in KERNEL_CHECKS and not is_inside_region():
-                self.value_reads.check(*KERNEL_CHECKS[func](*args, **(kwargs or {})))
+            if kernel_check is not None:
+                self.value_reads.check(*kernel_check(*args, **(kwargs or {})))
             result = fold() if fold else self.value_reads.bounded(func, args, kwargs or {})
         if before is not None and before != (result.shape, result.stride()):
             self._check_turned(args[0], func._schema.name.split("::")[1])
