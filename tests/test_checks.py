@@ -300,6 +300,71 @@ def test_a_fake_world_has_no_values_to_check():
         CheckedGraph(asserts, placement=gz.placement("cpu", range(2)))(LARGE[4:], Y[4:])
 
 
+class Whitened(torch.optim.Optimizer):
+    """Divides by the root of a matrix that must be positive definite; vectors by their size."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.ndim == 2:
+                    spread = p.grad.T @ p.grad
+                    root = torch.linalg.cholesky(torch.eye(len(spread)) * 4 - spread)
+                    p.sub_(torch.linalg.solve_triangular(root, p.grad.T, upper=False).T, alpha=group["lr"])
+                elif p.grad.norm() > 1e-3:
+                    p.sub_(torch.linalg.inv(p.grad.square().sum().view(1, 1))[0] * p.grad, alpha=group["lr"])
+
+
+class Whitening(gz.Graph):
+    def __init__(self, stage=0, early=False, amp=False):
+        super().__init__(gz.placement("cpu", range(2), virtual=True))
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.add_optimizer(Whitened(self.model.parameters(), lr=0.1))
+        self.config.enable_zero(stage > 0, stage=stage or 2)
+        self.config.set_optimizer_in_backward(early)
+        self.config.enable_amp(amp, dtype=torch.float16, init_scale=8.0)
+
+    def build(self, x, y):
+        loss = F.mse_loss(self.model(x), y)
+        loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize(("stage", "early"), [(0, False), (2, True), (3, False)])
+def test_a_matrix_that_an_optimizer_cannot_factor_stops_the_step(stage, early):
+    graph, twin = Whitening(stage, early), Whitening()
+    optimizer = Whitened(twin.model.parameters(), lr=0.1)
+    for scale in (1.0, 1e3, 1.0):
+        if scale > 1:
+            before = all_of(graph)
+            with pytest.raises(gz.CheckError, match=r"LinAlgError: linalg.cholesky[\s\S]*test_checks.py:\d+ in step"):
+                graph(X, X * scale)
+            assert_same(before, all_of(graph))
+            continue
+        graph(X, X)
+        F.mse_loss(twin.model(X), X).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for ours, theirs in zip(
+            graph.full_state_dict()["modules"]["model"].values(), twin.model.parameters(), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs.detach())
+    assert str(graph.program).count("check(") == 2  # a line of step, whatever the number of parameters
+
+
+def test_an_overflow_that_skips_a_step_skips_its_checks():
+    graph = Whitening(amp=True)
+    graph(X, X)
+    before = [p.clone() for p in graph.model.parameters()]
+    graph(X * float("inf"), X)
+    assert graph.skipped
+    assert_same(before, graph.model.parameters())
+
+
 # ---- what is known while build is traced
 
 

@@ -99,6 +99,7 @@ class _Capture:
         self.update.begin_scale([member.path for group in members for member in group])
         for i, (group, update) in enumerate(zip(members, updates, strict=True)):
             self.update.add(i, group, update, grads)
+        self.update.end_checks()
         self.update.end_scale()
         for average in self.step.averages if updates else ():
             self.update.add_average(average)

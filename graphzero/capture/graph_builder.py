@@ -132,22 +132,23 @@ class GraphBuilder:
 
     def stamp_update(
         self, update: TracedUpdate, model: SteppedParameter, given: dict[fx.Node, fx.Node], nodes: list[fx.Node]
-    ) -> dict[str, fx.Node]:
+    ) -> tuple[dict[str, fx.Node], list[tuple[fx.Node, str, str]]]:
         """Add ``nodes`` of the traced update of ``model`` with ``given`` in place of its inputs.
 
-        Returns the results: "" -> the new parameter, key -> the new state.
+        Returns the results, "" -> the new parameter, key -> the new state, and the checks.
         """
         copies = self.add_update(given, nodes)
         results = {"": copies[update.params[model.path]]}
         for (path, key), node in update.states.items():
             if path == model.path:
                 results[key] = copies[node]
-        return results
+        return results, [(copies[ok], *words) for ok, *words in update.checks.get(model.path, ())]
 
 
 def ancestors(update: TracedUpdate, member: SteppedParameter) -> list[fx.Node]:
-    """Nodes from which the new parameter and states of ``member`` are computed, in program order."""
+    """Nodes from which the new parameter, states and checks of ``member`` are computed, in program order."""
     new = [update.params[member.path], *(x for (path, _), x in update.states.items() if path == member.path)]
+    new += [ok for ok, *_ in update.checks.get(member.path, ())]
     needed = {node for result in new for node in value.ancestors(result)}
     return [node for node in new[0].graph.nodes if node in needed]
 

@@ -20,7 +20,7 @@ from graphzero.capture.rewrite.finalize import origin
 from graphzero.capture.spec import LOSS_SCALE, AverageSpec, Step
 from graphzero.capture.trace.build_trace import TracedBuild
 from graphzero.ir.value import Role, StateSpec, TensorType, tensor_type
-from graphzero.ops import STOCHASTIC_ROUND
+from graphzero.ops import CHECK, STOCHASTIC_ROUND
 
 aten = torch.ops.aten
 
@@ -41,6 +41,7 @@ class UpdateWriter:
         self.narrow: set[str] = set()  # paths of gradients that the update still has to widen
         self.scale: LossScaleUpdate | None = None
         self.non_finite: fx.Node | None = None
+        self.checks: dict[tuple[str, str], fx.Node] = {}  # by message and line
         self.rounded = 0  # how many values the update has rounded stochastically
 
     def gradients(self, traced: TracedBuild, copies: dict[fx.Node, fx.Node]) -> dict[str, fx.Node]:
@@ -89,6 +90,21 @@ class UpdateWriter:
         ranks travel together."""
         assert self.scale is not None and self.non_finite is not None
         return self.scale.overflow(self.non_finite)
+
+    def _add_check(self, ok: fx.Node, message: str, line: str) -> None:
+        """A condition on which the update goes on, joined to those of other parameters at this line."""
+        if self.scale is not None:
+            ok = self.builder.emit(aten.logical_or.default, (ok, self.overflow), tensor_type(ok))
+        before = self.checks.get((message, line))
+        if before is not None:
+            ok = self.builder.emit(aten.logical_and.default, (before, ok), tensor_type(ok))
+        self.checks[message, line] = ok
+
+    def end_checks(self) -> None:
+        """The checks of all updates."""
+        for i, ((message, line), ok) in enumerate(self.checks.items()):
+            self.aux[f"check.update.{i}"] = check = self.builder.emit(CHECK, (ok, message), tensor_type(ok))
+            check.meta["source"] = line
 
     def end_scale(self) -> None:
         """The loss scale of the next step, behind all updates."""
@@ -151,7 +167,9 @@ class UpdateWriter:
                     path = label[1] if whole else member.path
                     entering = self._input(label[0], path, label[2], own, places, by_name)
                     given[node] = self._cast(entering, by_path[path].stepped(tensor_type(entering).dtype))
-            results = self.builder.stamp_update(update, model, given, needed[model.path])
+            results, checks = self.builder.stamp_update(update, model, given, needed[model.path])
+            for ok, message, line in checks:
+                self._add_check(ok, message, line)
             for key, node in results.items():
                 self._add_result(member, key, node, places, by_name)
         _sink(self.builder.graph, late)

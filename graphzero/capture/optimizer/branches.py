@@ -58,12 +58,14 @@ class BranchOutcomes(TorchFunctionMode):
     """While it is on, conditions turn out as ``way`` says, one after another, and true beyond that.
 
     way: None to raise BranchMetError.  owner_of: the parameter for which a condition decides.
+    checks: (message, the user's line, how many alike came before) -> the condition on which the step goes on.
     """
 
     def __init__(self, way: Way | None, owner_of: Callable[[Tensor], str]) -> None:
         super().__init__()
         self.way, self.owner_of, self.taker = way, owner_of, ""
         self.conditions: dict[str, list[Tensor]] = {}
+        self.checks: dict[tuple[str, str, int], Tensor] = {}
         self.known: dict[Any, bool] = {}  # by what was asked: an equal condition turns out alike
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,6 +91,11 @@ class BranchOutcomes(TorchFunctionMode):
             conditions.append(x.reshape(()) != 0)
             self.known[condition] = self.way[len(conditions) - 1] if len(conditions) <= len(self.way) else True
         return self.known[condition]
+
+    def check(self, ok: Tensor, message: str, line: str) -> None:
+        """Note that torch raises where ``ok`` is false."""
+        alike = sum(key[:2] == (message, line) for key in self.checks)
+        self.checks[message, line, alike] = ok.reshape(())
 
     def text(self, x: Any) -> str:
         return f"tensor of shape {list(x.shape)}"
@@ -174,6 +181,9 @@ def merge_branches(
             explore((*way, *[True] * (i - len(way)), False))
 
     explore(())
+    checks = {label for run in runs.values() for label in run.results if label[0] == "check"}
+    for run in runs.values():  # a branch on which torch checks nothing goes on
+        run.results.update({label: torch.ones((), dtype=torch.bool) for label in checks - run.results.keys()})
     first = runs[()].results
     for run in runs.values():
         changed = [label for label in {**first, **run.results} if label not in first or label not in run.results]

@@ -38,6 +38,7 @@ from graphzero.capture.optimizer.uniform_updates import has_uniform_updates
 from graphzero.capture.problems import problem
 from graphzero.capture.spec import OptimizerSpec
 from graphzero.errors import CaptureError
+from graphzero.ir import value
 from graphzero.ir.storage.overlap import Regions
 
 Shape = tuple[int, ...]
@@ -65,6 +66,7 @@ class TracedUpdate:
 
     inputs: placeholder -> what it stands for: ("param" or "grad", path, ""), ("state", path, key), ("hyper", Hyper).
     params: path -> new value; states: (path, key) -> new value.  carries: the numbers of groups that it changes.
+    checks: path -> conditions on which the step goes on, each with its message and line.
     """
 
     members: list[SteppedParameter]
@@ -74,6 +76,7 @@ class TracedUpdate:
     symbols: dict[str, Hyperparameter]
     env: Any
     carries: list[Carry] = field(default_factory=list)
+    checks: dict[str, list[tuple[fx.Node, str, str]]] = field(default_factory=dict)
 
 
 def check(spec: OptimizerSpec) -> None:
@@ -294,7 +297,7 @@ def _step(
     stepping: OptimizerTracer, members: list[SteppedParameter], numbers: list[dict[str, Any]], named: dict[Any, Any],
     outcomes: BranchOutcomes, mode: _compat.FakeTensorMode,
 ) -> dict[tuple[Any, ...], Any]:  # fmt: skip
-    """Results of a step, by ("param", path, ""), ("state", path, key) and ("number", group, key)."""
+    """Results of a step, by ("param", path, ""), ("state", path, key), ("number", group, key) and ("check", path, key)."""
     params: list[Any] = []
     state: dict[Any, dict[str, Any]] = defaultdict(dict)
     for member in members:
@@ -312,7 +315,9 @@ def _step(
     before = [dict(group) for group in groups]
     with stepping.standing_in(groups, state, stand_ins, mode):
         stepping.trace_step(outcomes)
-    outcome: dict[tuple[Any, ...], Any] = {}
+    outcome: dict[tuple[Any, ...], Any] = {
+        ("check", outcomes.owner_of(x), key): x for key, x in outcomes.checks.items()
+    }
     for g, (old, new) in enumerate(zip(before, groups, strict=True)):
         for key in changed_of_group(stepping.optimizer, old, new):
             outcome["number", g, key] = new[key]
@@ -344,4 +349,8 @@ def _read(
             update.params[path] = node
         elif kind == "state":
             update.states[path, key] = node
+        elif kind == "check":
+            read = set(value.ancestors(node))
+            owners = [label[1] for x, label in inputs.items() if label[0] != "hyper" and x in read]
+            update.checks.setdefault(owners[0] if owners else members[0].path, []).append((node, *key[:2]))
     return update

@@ -26,6 +26,7 @@ from graphzero.capture.guards.attribute_guards import AttributeGuards
 from graphzero.capture.guards.guarded_values import ObjectIdentity
 from graphzero.capture.guards.referenced_names import ReferencedNames
 from graphzero.capture.guards.tensor_attributes import forward_tensor_attributes
+from graphzero.capture.host_values.kernel_checks import KERNEL_CHECKS
 from graphzero.capture.objects.object_snapshot import DictSnapshot, ObjectSnapshot, TensorSnapshot, restore_all
 from graphzero.capture.objects.side_effects import snapshot_reachable
 from graphzero.capture.objects.snapshot_diff import describe_changes
@@ -36,6 +37,7 @@ from graphzero.capture.optimizer.host_numbers import HostNumbers
 from graphzero.capture.problems import place_of, problem, problem_here
 from graphzero.capture.trace.captured_constants import CapturedConstants, ConstantMessages, written_by
 from graphzero.errors import CaptureError
+from graphzero.ir.source_location import user_frame
 
 _KEEP = (
     "keep a number in param_groups, group['step'] += 1, and a tensor in the state of each parameter; for what one step "
@@ -207,6 +209,8 @@ class OptimizerTracer:
                 stack.enter_context(symbolic_math(kind))
             for mode in (HostNumbers(), FusedSteps(), outcomes):
                 stack.enter_context(mode)
+            if self.guards is not None:
+                stack.enter_context(_KernelChecks(outcomes))
             self.take_step()
 
     def take_step(self) -> None:
@@ -306,6 +310,20 @@ class _Calls(TorchFunctionMode):
         if args and id(args[0]) in self.stepping.owned:
             raise self.stepping.past_stand_in(args[0])
         return func(*args, **(kwargs or {}))
+
+
+class _KernelChecks(TorchDispatchMode):
+    """Notes what torch's kernels check."""
+
+    def __init__(self, outcomes: BranchOutcomes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.outcomes = outcomes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (kernel_check := KERNEL_CHECKS.get(func)) is not None:
+            self.outcomes.check(*kernel_check(*args, **kwargs), user_frame())
+        return func(*args, **kwargs)
 
 
 class _Ops(TorchDispatchMode):
