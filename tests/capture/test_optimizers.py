@@ -127,7 +127,11 @@ class Branch(Plain):
             p.sub_(p.grad, alpha=group["lr"])
 
 
-@pytest.mark.parametrize("kind", [Lion, Lamb, GlobalNorm, GroupCounter, Branch])
+class Adafactor(Lion):
+    """Of no other kind than its base, whatever it is called."""
+
+
+@pytest.mark.parametrize("kind", [Lion, Lamb, GlobalNorm, GroupCounter, Branch, Adafactor])
 def test_a_users_optimizer_steps_as_eager(kind):
     assert_same(Owner(build, model=net()), lambda owner: [kind(owner.model.parameters())], batches())
 

@@ -87,7 +87,7 @@ def check(spec: OptimizerSpec) -> None:
             "LBFGS evaluates the loss several times in one step and stops on its value, so a step is not one graph",
             "use AdamW, SGD or another optimizer whose step needs no closure, or run LBFGS eagerly",
         )
-    if name == "Adafactor":
+    if isinstance(optimizer, torch.optim.Adafactor):
         raise problem(
             "Adafactor.step() branches on a value of a tensor (the parameter's norm and the step count, on the host)",
             "use AdamW or another optimizer of torch.optim, or step Adafactor outside of the Graph",
@@ -297,7 +297,7 @@ def _step(
     stepping: OptimizerTracer, members: list[SteppedParameter], numbers: list[dict[str, Any]], named: dict[Any, Any],
     outcomes: BranchOutcomes, mode: _compat.FakeTensorMode,
 ) -> dict[tuple[Any, ...], Any]:  # fmt: skip
-    """Results of a step, by ("param", path, ""), ("state", path, key), ("number", group, key) and ("check", path, key)."""
+    """Results, by ("param", path, ""), ("state", path, key), ("number", group, key) and ("check", path, key)."""
     params: list[Any] = []
     state: dict[Any, dict[str, Any]] = defaultdict(dict)
     for member in members:
