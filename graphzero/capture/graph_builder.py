@@ -142,7 +142,8 @@ class GraphBuilder:
         for (path, key), node in update.states.items():
             if path == model.path:
                 results[key] = copies[node]
-        return results, [(copies[ok], *words) for ok, *words in update.checks.get(model.path, ())]
+        checks = update.checks.get(model.path, ())
+        return results, [(copies[ok], message, line) for ok, message, line in checks]
 
 
 def ancestors(update: TracedUpdate, member: SteppedParameter) -> list[fx.Node]:
