@@ -154,7 +154,7 @@ class PipelineMemory:
     def most_waiting(self, member: int) -> int:
         """The most bytes that wait on the host at any moment."""
         waiting = most = 0
-        for kind, number in list_launches(self.pipeline, member):
+        for kind, number in list_launches(self.pipeline, member) if self.pipeline.round_trips else ():
             if kind is LaunchKind.STORE:
                 waiting += self.pipeline.round_trips[number].nbytes
                 most = max(most, waiting)

@@ -68,7 +68,7 @@ def round_trip_offsets(pipeline: PipelineProgram, member: int | None, ranks: int
     ranks: those of this process, whose pieces lie one behind the other.
     """
     offsets, end = dict[int, int](), 0
-    for one in range(pipeline.schedule.ranks) if member is None else (member,):
+    for one in sorted({trip.member for trip in pipeline.round_trips if member in (None, trip.member)}):
         free: dict[int, list[int]] = defaultdict(list)  # by their size
         for kind, number in list_launches(pipeline, one):
             if kind not in (LaunchKind.STORE, LaunchKind.FETCHED):
