@@ -11,9 +11,7 @@ from torch import fx, nn
 from graphzero.capture.annotations.local_regions import finish_regions
 from graphzero.capture.annotations.pins import mark_pins
 from graphzero.capture.graph_builder import GraphBuilder, idle_parameters, is_separable
-from graphzero.capture.guards.guard_set import GuardSet
-from graphzero.capture.guards.number_guards import build_number_guards
-from graphzero.capture.guards.optimizer_state_guard import OptimizerStateGuard
+from graphzero.capture.guards.guard_set import GuardSet, OptimizerStateGuard, build_number_guards
 from graphzero.capture.optimizer import optimizer as updates_of
 from graphzero.capture.optimizer.hyperparameters import Carry, hyperparameter_name
 from graphzero.capture.optimizer.optimizer import TracedUpdate

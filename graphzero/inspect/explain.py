@@ -17,8 +17,7 @@ from graphzero.graph import Graph
 from graphzero.inspect.stage_parts import node_of_part, place_lines
 from graphzero.ir import calls, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.text.notebook_text import show_as_printed
-from graphzero.ir.text.printer import print_line
+from graphzero.ir.text.printer import print_line, show_as_printed
 from graphzero.ir.transfer import delivered
 from graphzero.ir.verifier.verify import examine
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, ATTENTION, GROUPED_MM

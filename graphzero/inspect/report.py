@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from graphzero.ir.text.notebook_text import show_as_printed
+from graphzero.ir.text.printer import show_as_printed
 
 KINDS = ("outputs", "gradients", "parameters", "states")
 

@@ -20,8 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from graphzero import _compat
 from graphzero.errors import SbpError, VerifyError
 from graphzero.ir import ops, value
-from graphzero.ir.text.notebook_text import show_as_printed
-from graphzero.ir.text.printer import print_graph
+from graphzero.ir.text.printer import print_graph, show_as_printed
 from graphzero.ir.value import Role, TensorType, Type
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN, SAME
 from graphzero.sbp.placement import Placement

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from graphzero.ir.text.notebook_text import show_as_printed
+from graphzero.ir.text.printer import show_as_printed
 from graphzero.plan.pipelines.pipeline_seconds import PipelineSeconds
 from graphzero.sbp.link_costs import Links
 

@@ -4,10 +4,9 @@ A call's key (``step/program_key.py``) guards structure, shapes and dtypes of th
 parameters, and torch's settings.  What else a capture depends on is known only after build has been traced, so it is
 recorded then, as a ``GuardSet``, and ``GuardSet.check`` decides whether a program may run:
 
-* ``number_guards``: hyperparameters and float inputs that decided a branch;
+* ``guard_set``: hyperparameters and float inputs that decided a branch, and which optimizer states existed;
 * ``attribute_guards``: attributes, globals and closure variables that build read (``referenced_names`` finds the
-  names, ``guarded_values`` makes values comparable, ``guarded_attributes`` reads them before a call);
-* ``optimizer_state_guard``: which optimizer states existed.
+  names, ``guarded_values`` makes values comparable, ``guarded_attributes`` reads them before a call).
 """
 
 from graphzero.capture.guards.guard_set import GuardSet

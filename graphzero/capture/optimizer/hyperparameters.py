@@ -123,7 +123,7 @@ def constants_of_numbers(optimizer: int, index: int, group: dict[str, Any], carr
         fixed = tuple(repr(x) for j, x in enumerate(items) if f"{key}.{j}" not in running)
         constants.append((optimizer, index, key, fixed))
     constants.sort(key=lambda fixed: str(fixed[2]))  # a number that is carried may come to the group later
-    if group.get("fused") is True:  # its kernel is what steps in a graph too, see ``fused_steps``
+    if group.get("fused") is True:  # its kernel is what steps in a graph too, see ``step_functions``
         constants.append((optimizer, index, "fused", ("True",)))
     return tuple(constants)
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero.capture.objects.observed_dict import ObservedDict
 from graphzero.capture.optimizer.hyperparameters import OF_STATE, is_number, with_numbers
 from graphzero.capture.optimizer.stepping import OptimizerTracer
 from graphzero.capture.problems import first_line, problem
@@ -26,6 +25,20 @@ from graphzero.errors import CaptureError
 from graphzero.ir.source_location import line_of
 
 SIDE = 2  # length of each dim of a twin's parameter: enough to tell a constant from an identity matrix
+
+
+class ObservedDict(dict[str, Any]):
+    """A dict of which subclasses record each new entry: also what ``setdefault`` and ``update`` put in goes through
+    ``__setitem__``."""
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, entry in dict(*args, **kwargs).items():
+            self[key] = entry
 
 
 class _RecordedDict(ObservedDict):

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from graphzero import _compat
-from graphzero.capture.optimizer.fused_steps import is_fused
+from graphzero.capture.optimizer.step_functions import is_fused
 from graphzero.capture.optimizer.stepped_numbers import constants_of_group, hyperparameters_of_group
 from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
 from graphzero.capture.optimizer.stepping import is_of_torch

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphzero.capture.guards.optimizer_state_guard import OptimizerStateGuard
+from graphzero.capture.guards.guard_set import OptimizerStateGuard
 from graphzero.capture.optimizer.initial_state import initial_fill, missing
 from graphzero.capture.optimizer.stepped_numbers import hyperparameters_of_group
 from graphzero.capture.optimizer.stepped_parameter import SteppedParameter

@@ -31,9 +31,8 @@ from graphzero.capture.objects.object_snapshot import DictSnapshot, ObjectSnapsh
 from graphzero.capture.objects.side_effects import snapshot_reachable
 from graphzero.capture.objects.snapshot_diff import describe_changes
 from graphzero.capture.optimizer.branches import BranchOutcomes
-from graphzero.capture.optimizer.fused_steps import FusedSteps
 from graphzero.capture.optimizer.host_math import symbolic_math
-from graphzero.capture.optimizer.host_numbers import HostNumbers
+from graphzero.capture.optimizer.step_functions import FusedSteps, HostNumbers
 from graphzero.capture.problems import place_of, problem, problem_here
 from graphzero.capture.trace.captured_constants import CapturedConstants, ConstantMessages, written_by
 from graphzero.errors import CaptureError

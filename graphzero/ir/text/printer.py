@@ -171,3 +171,9 @@ def _return(graph: Printable) -> str:
         joined = ", ".join(pairs)
         parts.append(f"update({joined})" if len(joined) < 100 else "update(\n    " + ",\n    ".join(pairs) + ")")
     return f"  return {'; '.join(parts)}".rstrip()
+
+
+def show_as_printed(shown: object, printer: Any, cycle: bool) -> None:
+    """A ``_repr_pretty_`` of IPython's, by which a result shows as ``print`` shows it, not by the ``repr`` of its
+    fields."""
+    printer.text(str(shown))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from graphzero import _compat
 from graphzero.errors import ConfigError, hides_frames
 from graphzero.graph import Graph
-from graphzero.ir.text.notebook_text import show_as_printed
+from graphzero.ir.text.printer import show_as_printed
 from graphzero.plan.device import Device
 from graphzero.plan.timeline import Event
 from graphzero.plugins.profiler import chrome, compare, words

@@ -33,3 +33,18 @@ def adam_rounded(call: Call) -> str:
 @rule(torch.ops.graphzero.rank_key.default)
 def rank_key(call: Call) -> None:
     """Only the signature all-B: which rank draws from which key is in the arguments."""
+
+
+PRODUCTS = {
+    (2, 3): "_k,_kn,~_->_n",
+    (2, 2): "m_,_n,~_->_mn",
+    (3, 2): "_mk,k_,~_->m_",
+}
+
+
+@rule(torch.ops.graphzero.grouped_mm.default)
+def grouped_mm(call: Call) -> str:
+    """Products of groups of rows.  The end of a group is a place in the whole, so the grouped dim stays whole, as do
+    the groups; the inner dim and the columns of the weights may be split."""
+    line = PRODUCTS[len(call.tensors[0].shape), len(call.tensors[1].shape)]
+    return line if call["first"] is None else line.replace("->", ",~->")

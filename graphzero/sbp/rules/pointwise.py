@@ -8,7 +8,7 @@ import torch
 
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._factor_lines import GROWING, MOVE, beside, is_zero, overloads
+from graphzero.sbp.rules._factor_lines import GROWING, MOVE, beside, dim_of, is_zero, letters, overloads
 
 LINEAR = {
     "mul.Scalar div.Scalar true_divide.Scalar neg _neg_view": "...->...",
@@ -120,3 +120,19 @@ def glu(call: Call) -> str:
 def glu_backward(call: Call) -> str:
     line = beside(call.shape, call["dim"])
     return f"{line},~{line}->{line}"
+
+
+# Fake quantisation, by one scale or by one for each channel
+rule(overloads("fake_quantize_per_tensor_affine_cachemask"), "~...->...,...")
+
+
+@rule(overloads("_fake_quantize_per_tensor_affine_cachemask_tensor_qparams"))
+def by_tensors(call: Call) -> str:
+    return ",".join(["~...", *("~" + "_" * len(m.shape) for m in call.tensors[1:])]) + "->...,..."
+
+
+@rule(overloads("fake_quantize_per_channel_affine_cachemask"))
+def by_channel(call: Call) -> str:
+    dims = letters(len(call.shape))
+    line, channel = "".join(dims), dims[dim_of(call["axis"], len(dims))]
+    return f"~{line},~{channel},~{channel}->{line},{line}"

@@ -1,7 +1,14 @@
-"""Arithmetic of torch's optimizers on host numbers, written with 0-d tensors, which a graph can follow."""
+"""Functions of torch as a traced step calls them: what a graph cannot follow is written as ops that it can.
+
+torch's fused kernels become an op for each parameter, which splits as that parameter does.  A user who asks for
+``fused=True`` asks for that kernel's rounding: in 16-bit types it rounds a step once, the ops that it stands for round
+one after the other.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -9,7 +16,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphzero import _compat
+from graphzero.ops import ADAM
 
+KERNELS: Mapping[Any, bool] = {torch._fused_adam_: False, torch._fused_adamw_: True}  # whether weights decay apart
 # What functionalize does not know, by what it knows.
 _IN_PLACE: Any = {
     Tensor.__iand__: Tensor.bitwise_and_,
@@ -18,6 +27,30 @@ _IN_PLACE: Any = {
     Tensor.__ilshift__: Tensor.bitwise_left_shift_,
     Tensor.__irshift__: Tensor.bitwise_right_shift_,
 }
+
+
+def is_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Return whether a group of parameters is stepped by one of ``KERNELS``."""
+    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and group.get("fused") is True
+
+
+class FusedSteps(TorchFunctionMode):
+    """While it is on, the kernels are written as ops that can be traced."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in KERNELS:
+            return func(*args, **kwargs)
+        numbers = [kwargs[name] for name in ("lr", "beta1", "beta2", "eps", "weight_decay")]
+        modes = {"decoupled": False} if not KERNELS[func] else {}
+        modes |= {"maximize": True} if kwargs["maximize"] else {}
+        for *tensors, step in zip_longest(*args):
+            given = [[] if x is None else [x] for x in tensors]
+            results = ADAM(*given, [step], *numbers, **modes)
+            written: list[Tensor] = [x for x in (tensors[0], *tensors[2:]) if x is not None]
+            for x, new in zip(written, results, strict=True):
+                x.copy_(new)
+        return None
 
 
 class HostNumbers(TorchFunctionMode):
