@@ -153,6 +153,11 @@ class StepGraph:
         copy.is_read = self.is_read
         return copy
 
+    def __deepcopy__(self, memo: object) -> StepGraph:
+        return self.clone()
+
+    __copy__ = clone
+
     def with_axes(self, placement: Placement, origins: Sequence[int | None]) -> StepGraph:
         """A copy of a captured graph for a placement with other axes.
 

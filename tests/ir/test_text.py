@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 import subprocess
 import sys
 import time
@@ -182,6 +184,15 @@ def test_a_graph_may_be_called_anything() -> None:
 def test_values_may_begin_with_the_word_return() -> None:
     text = one("return_value = relu(x) : f32[8, 4]", "return_value")
     assert squeezed(str(parse(text))) == squeezed(text)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_program_is_copied_and_pickled(stage) -> None:
+    program = lower(TOYS["tied, scaled, uneven"], stage)
+    for copied in (copy.copy(program), copy.deepcopy(program), pickle.loads(pickle.dumps(program))):
+        assert str(copied) == str(program) and copied.placement == program.placement
+        assert set(copied.nodes).isdisjoint(program.nodes)
+        verify(copied)
 
 
 @pytest.mark.parametrize("name", ["max", "sum", "input", "inf", "torch", "None", "lambda"])

@@ -7,11 +7,12 @@ in proportion to its length.  What a line says of its op is not believed: ``veri
 
 from __future__ import annotations
 
+import copyreg
 import keyword
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -56,6 +57,14 @@ def parse(text: str, place: Placement | None = None) -> StepGraph:
     if not isinstance(text, str):
         raise ParseError(f"parse reads the text of a graph, what str(graph) gives, not {text!r:.40}")
     return _Parser(text, place).graph()
+
+
+def _reduced(graph: StepGraph) -> tuple[Callable[..., StepGraph], tuple[str, Placement]]:
+    """A pickled graph is its text, which is checked when it is read; source lines are not in it."""
+    return parse, (str(graph), graph.placement)
+
+
+copyreg.pickle(StepGraph, _reduced)
 
 
 class _Parser:
