@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from processes import slow
 from stage_process_checks import (
     ADAM,
@@ -24,15 +25,11 @@ from stage_process_checks import (
     train,
     whole,
 )
-from stage_process_checks import (
-    check_a_condition_that_fails_on_one_stage_stops_all_before_they_write as _stops_before_it_writes,
-)
-from stage_process_checks import check_an_error_of_one_stage_stops_all_and_the_next_call_works as _fails_and_goes_on
 from staged import batches, staged_graph, stages_of, tensors_of
 from torch import Tensor, nn
 
 import graphzero as gz
-from graphzero.errors import PlacementError
+from graphzero.errors import CheckError, PlacementError
 from graphzero.runtime.state import modules
 from graphzero.runtime.transport.process_group_transport import ProcessGroupTransport
 from graphzero.runtime.world import process, shared_gpus
@@ -49,16 +46,110 @@ def process_groups() -> Iterator[None]:
         process.GROUPED_DEVICES.discard("cpu")
 
 
-def check_process_groups_of_several_placements_give_the_numbers_of_virtual_ranks() -> None:
-    """Of the same ranks, one after the other."""
-    with process_groups():
-        for shape, names, schedule, stages, zero in (
-            ((2, 2), ("pp", "dp"), "zbv", 4, 2), ((2, 2), ("dp", "pp"), "1f1b", 2, 3), ((4,), ("pp",), "1f1b", 4, 0),
-        ):  # fmt: skip
-            assert_same(
-                real(shape, names), *layer_on_each(stages, tied=True), schedule=schedule, stage=zero,
-                micro_batches=4 if zero else 2, **ADAM,
-            )  # fmt: skip
+def connect_by_process_groups(graph: Any) -> None:
+    """Let the next step of a Graph that has run send its messages as between GPUs."""
+    world = graph._source.world
+    assert world._stage_transport is None
+    world._made_in = -1
+
+
+def assert_same_by_both_ways(where: gz.Placement, model: nn.Module, marks: dict[str, int], **options: Any) -> None:
+    """Train a Graph as virtual ranks do, to the bit; after two steps its messages go through process groups."""
+    with ExitStack() as stack:
+
+        def change(graph: Any) -> None:
+            stack.enter_context(process_groups())
+            connect_by_process_groups(graph)
+
+        graph = assert_same(where, model, marks, between=change, **options)
+    assert isinstance(graph._source.world._stage_transport, ProcessGroupTransport)
+
+
+def check_several_placements_of_the_same_ranks_meet_both_ways_of_messages() -> None:
+    for shape, names, schedule, stages, zero in (
+        ((2, 2), ("pp", "dp"), "zb1p", 2, 1), ((2, 2), ("pp", "dp"), "zbv", 4, 2),
+        ((2, 2), ("dp", "pp"), "1f1b", 2, 3), ((4,), ("pp",), "1f1b", 4, 0),
+    ):  # fmt: skip
+        model, marks = layer_on_each(stages, tied=schedule != "zb1p")
+        where = real(shape, names)
+        assert_same_by_both_ways(where, model, marks, schedule=schedule, stage=zero, micro_batches=4, **ADAM)
+
+
+@slow
+def check_all_schedules_and_stages_of_zero_meet_both_ways_of_messages() -> None:
+    for number, schedule in enumerate(GENERATORS):
+        stages = 2 if schedule in ("gpipe", "1f1b", "zb1p") else 4
+        model, marks = layer_on_each(stages, tied=number % 2 == 0)
+        count = 1 if number == 3 else 4
+        options: dict[str, Any] = {"schedule": schedule, "stage": number % 4, "micro_batches": count, **ADAM}
+        assert_same_by_both_ways(real(), model, marks, **options)
+
+
+def assert_calls_that_fail_change_nothing(
+    graph: Any, where: gz.Placement, failing_call: Callable[[], None], refused: type[Exception], text: str
+) -> None:  # fmt: skip
+    """A call that fails by either way of messages leaves the state as it was, and steps from it are those of before."""
+    train(graph, where)
+    with ExitStack() as stack:
+        for by_groups in (False, True):
+            if by_groups:
+                stack.enter_context(process_groups())
+                connect_by_process_groups(graph)
+            start = graph.full_state_dict()
+            results = train(graph, where)
+            graph.load_state_dict(start)
+            try:
+                failing_call()
+            except refused as error:
+                assert text in str(error), error
+            else:
+                raise AssertionError("the call went on")
+            if refused is not CheckError and graph._source.state().partial_update_reason():
+                graph.load_state_dict(start)
+            assert all(map(torch.equal, tensors_of(graph.full_state_dict()), tensors_of(start)))
+            assert all(map(torch.equal, train(graph, where), results))
+    assert isinstance(graph._source.world._stage_transport, ProcessGroupTransport)
+
+
+def check_an_error_of_one_stage_stops_all_and_the_next_call_works() -> None:
+    where = real()
+    graph = staged_graph(model_of(), stages_of(2, 2), where, stage=2, micro_batches=4)
+    batch = [share(x, where) for x in batches(1)[0]]
+
+    def call() -> None:
+        executor = graph._selection.last.part._executor
+        part, calls = executor.executors[max(executor.executors) - 2], []
+        plain = part.run_step
+
+        def failing(*args: Any) -> Any:
+            calls.append(args)
+            if len(calls) == 3:
+                raise RuntimeError("a kernel of this stage fails")
+            return plain(*args)
+
+        with patch.object(part, "run_step", failing) if dist.get_rank() == 3 else nullcontext():
+            graph(*batch)
+
+    assert_calls_that_fail_change_nothing(graph, where, call, Exception, "a kernel of this stage fails")
+
+
+def small_loss(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    scores = model(x)
+    loss = F.cross_entropy(scores, y)
+    assert loss < 1e3
+    return loss, scores
+
+
+def check_a_condition_that_fails_on_one_stage_stops_all_before_they_write() -> None:
+    where, (x, y) = real(), batches(1)[0]
+    for schedule, stages in [("1f1b", 2), ("zbv", 4)]:
+        model, marks = layer_on_each(stages)
+        graph = graph_on(where, model, marks, schedule=schedule, loss_fn=small_loss, micro_batches=4, stage=2)
+
+        def call(graph: Any = graph) -> None:
+            graph(share(x * 1e7, where), share(y, where))
+
+        assert_calls_that_fail_change_nothing(graph, where, call, CheckError, "as they were before")
 
 
 def check_ranks_on_one_gpu_are_refused_before_they_send() -> None:
@@ -86,31 +177,6 @@ def check_gloo_itself_moves_tensors_of_a_gpu() -> None:
     for device, read in (("cpu", True), ("cuda:0", False)):
         world = process.ProcessWorld(line, torch.device(device))
         assert (world._collectives_of("dp") is not None) == read
-
-
-def connect_by_process_groups(graph: Any) -> None:
-    """Let the next step of a Graph that has run send its messages as between GPUs."""
-    world = graph._source.world
-    assert world._stage_transport is None
-    world._made_in = -1
-
-
-@slow
-def check_all_schedules_and_stages_of_zero_meet_both_ways_of_messages() -> None:
-    """Of one Graph: its next steps go through process groups."""
-    for number, schedule in enumerate(GENERATORS):
-        stages = 2 if schedule in ("gpipe", "1f1b", "zb1p") else 4
-        model, marks = layer_on_each(stages, tied=number % 2 == 0)
-        count = 1 if number == 3 else 4
-        options: dict[str, Any] = {"schedule": schedule, "stage": number % 4, "micro_batches": count, **ADAM}
-        with ExitStack() as stack:
-
-            def change(graph: Any, stack: ExitStack = stack) -> None:
-                stack.enter_context(process_groups())
-                connect_by_process_groups(graph)
-
-            graph = assert_same(real(), model, marks, between=change, **options)
-        assert isinstance(graph._source.world._stage_transport, ProcessGroupTransport)
 
 
 class Skipping(nn.Module):
@@ -182,17 +248,6 @@ def check_process_groups_evaluate_save_and_load() -> None:
         gz.load(other, folder[0])
         assert all(map(torch.equal, tensors_of(other.full_state_dict()), tensors_of(step.full_state_dict())))
         assert isinstance(step._source.world._stage_transport, ProcessGroupTransport)
-
-
-@slow
-def check_process_groups_behind_an_error_of_one_stage() -> None:
-    with process_groups():
-        _fails_and_goes_on()
-
-
-def check_process_groups_behind_a_condition_that_fails_on_one_stage() -> None:
-    with process_groups():
-        _stops_before_it_writes()
 
 
 def check_ranks_that_only_receive_scalars_are_marked_when_that_fails() -> None:
