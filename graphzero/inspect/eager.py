@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphzero import _compat
 from graphzero.capture import LOSS_SCALE, LossScale
 from graphzero.capture.annotations.dtensor_calls import dtensor_calls
+from graphzero.capture.annotations.local_region_sbps import RegionSignature, checked_results
 from graphzero.capture.annotations.local_regions import regions
 from graphzero.capture.objects.side_effects import restoring_side_effects
 from graphzero.capture.optimizer.stepping import OptimizerTracer
@@ -30,7 +31,9 @@ from graphzero.capture.trace.other_threads import blocking_other_threads, captur
 from graphzero.capture.trace.tracing_context import tracing_context
 from graphzero.inspect.float64_step import Float64Mode
 from graphzero.inspect.initial_state import StepStart
-from graphzero.inspect.local_regions import EagerRegions
+from graphzero.ops import RANK_KEY
+from graphzero.runtime.tensors.shards import coordinates, join, piece
+from graphzero.sbp.placement import Placement
 
 
 def eager_step(start: StepStart) -> dict[str, Any]:
@@ -239,3 +242,44 @@ class _SameDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self.table.get(func, lambda *_, **__: NotImplemented)(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if result is NotImplemented else result
+
+
+class EagerRegions:
+    """Carries out a ``local_region`` on whole tensors: calls its function once for each rank, with that rank's parts.
+
+    draws: the step's, if any.
+    """
+
+    def __init__(self, placement: Placement, draws: Draws | None) -> None:
+        self.placement, self.draws = placement, draws
+
+    def __call__(
+        self, fn: Callable[..., Any], in_sbp: Any, out_sbp: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        hierarchy = self.placement.hierarchy
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        count = sum(isinstance(x, Tensor) for x in flat)
+        ends = RegionSignature(in_sbp, count, out_sbp, self.placement)
+        per_rank: list[list[Any]] = []
+        start = self.draws.count if self.draws is not None else 0
+        for position in range(self.placement.size):
+            nds = iter(ends.ins)
+            local = [piece(x, next(nds), hierarchy, position) if isinstance(x, Tensor) else x for x in flat]
+            given_args, given_kwargs = pytree.tree_unflatten(local, spec)
+            results, out_spec = checked_results(self._on_rank(fn, given_args, given_kwargs, ends, position, start))
+            per_rank.append(results)
+        outs = iter(ends.outs_of(sum(isinstance(y, Tensor) for y in per_rank[0])))
+        columns = zip(*per_rank, strict=True)
+        whole = [join(ys, next(outs), hierarchy) if isinstance(ys[0], Tensor) else ys[0] for ys in columns]
+        return pytree.tree_unflatten(whole, out_spec)
+
+    def _on_rank(self, fn: Any, args: Any, kwargs: Any, ends: RegionSignature, position: int, start: int) -> Any:
+        if self.draws is None:
+            return fn(*args, **kwargs)
+        at = coordinates(self.placement.hierarchy, position)
+        key, self.draws.count = self.draws.key, start
+        try:
+            self.draws.key = RANK_KEY(key, [at[axis] for axis in ends.apart])
+            return fn(*args, **kwargs)
+        finally:
+            self.draws.key = key

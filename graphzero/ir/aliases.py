@@ -27,8 +27,8 @@ import torch
 from torch import fx
 
 from graphzero.ir import ops, value
-from graphzero.ir.op_cache import cache_by_op
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN
+from graphzero.sbp.op_call import cache_by_op
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""The tensor ops that graphzero adds to ATen, one file an op: its schema, kernel, shapes and gradient."""
+"""The tensor ops that graphzero adds to ATen, one file a kind: its schema, kernel, shapes and gradient."""
 
 from graphzero.ops import offset_index
 from graphzero.ops.adam import ADAM, ADAM_
@@ -8,7 +8,6 @@ from graphzero.ops.cross_entropy import CROSS_ENTROPY_BACKWARD
 from graphzero.ops.embedding_bag import BAG, BAG_BACKWARD, BAG_SCALES_BACKWARD
 from graphzero.ops.grouped_mm import GROUPED_MM
 from graphzero.ops.local_region import AS_GLOBAL, AS_LOCAL, FREE, SAME, dual
-from graphzero.ops.move import MOVE
-from graphzero.ops.pin_check import CHECK, PIN, ROOM_FOR_ROWS
+from graphzero.ops.markers import CHECK, MOVE, PIN, ROOM_FOR_ROWS
 from graphzero.ops.random import RANK_KEY, UNIFORM_LIKE
 from graphzero.ops.stochastic_round import STOCHASTIC_ROUND

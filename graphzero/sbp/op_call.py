@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ Op = Callable[..., Any]
 
 
 Item = TypeVar("Item")
+Answer = TypeVar("Answer")
 
 
 class Scalar:
@@ -165,3 +166,17 @@ def with_scalars(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: with_scalars(item) for name, item in value.items()}
     return value if isinstance(value, (TensorMeta, *_CONSTANTS)) else SCALAR
+
+
+def cache_by_op(ask: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
+    """``ask``, a function of an op, with its answers kept for ops of torch.
+
+    Whatever else a node may call is asked anew: a region of one program would stay, and the program with it.
+    """
+    known = cache(ask)
+
+    @wraps(ask)
+    def cached(target: Any) -> Answer:
+        return known(target) if isinstance(target, torch._ops.OpOverload) else ask(target)
+
+    return cached

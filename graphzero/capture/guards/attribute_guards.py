@@ -8,8 +8,10 @@ into constants (``dropout.p``), so a capture is valid only while they have these
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from types import MappingProxyType, MethodType, ModuleType
 from typing import Any
@@ -18,6 +20,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from graphzero import _compat
 from graphzero.capture.guards.guarded_values import (
     CONSTANT_TYPES,
     CONTAINER_TYPES,
@@ -30,13 +33,14 @@ from graphzero.capture.guards.guarded_values import (
 )
 from graphzero.capture.guards.referenced_names import ReferencedNames
 from graphzero.capture.objects.patches import patched
-from graphzero.ir.source_location import is_project
+from graphzero.ir.source_location import is_project, line_of
 
 _OPAQUE_TYPES = (*FUNCTION_TYPES, MethodType, ModuleType, type, Tensor, nn.Module, Optimizer)
 _IN_KEY = frozenset({"training", *vars(nn.Module())})  # guarded by the call's key
 _OPTIMIZER_ATTRIBUTES = frozenset({"param_groups", "state", "_opt_called", "_step_count"})
 _HEAP_TYPE = 1 << 9  # of a class's flags: whether attributes of the class can be set
 _IMMUTABLE_TYPE = 1 << 8
+RealTensors = Mapping[int, tuple[Tensor, str]]
 
 
 class AttributeGuards:
@@ -136,6 +140,43 @@ def record_attribute_guards(build: Any, root: nn.Module) -> AttributeGuards:
     ``global train.SCALE``."""
     graph = getattr(build, "__self__", None)
     return AttributeGuards(root, graph, ReferencedNames(build, graph, root))
+
+
+@_compat.contextmanager
+def forward_tensor_attributes(reals: RealTensors, guards: AttributeGuards) -> Iterator[None]:
+    """Fakes have the attributes of the real tensors, which are guarded where they are read.
+
+    reals: id of a fake -> the parameter or buffer that it stands for, and its path; it may be filled meanwhile.
+    """
+
+    def getattr_of_real(fake: Tensor, name: str) -> Any:
+        real, path = reals.get(id(fake), (None, ""))
+        if real is not None and name[:2] != "__":
+            value = vars(real).get(name, MISSING)
+            frame = sys._getframe(1)
+            if value is not MISSING or line_of(frame.f_code, frame.f_lineno):  # torch asks tensors for many things
+                guards.add_tensor_attribute(real, path, name)
+            if value is not MISSING:
+                return value
+        raise AttributeError(f"{type(fake).__name__!r} object has no attribute {name!r}")
+
+    with patched(Tensor, "__getattr__", getattr_of_real):
+        yield
+
+
+def warn_of_new_attributes(fakes: Mapping[str, Tensor], before: Mapping[str, Collection[str]]) -> None:
+    """Warn of attributes that build sets on a parameter or buffer: it sets them on a fake, once.
+
+    before: names of attributes, by path.
+    """
+    names = [f"{path}.{name}" for path, fake in fakes.items() for name in vars(fake) if name not in before[path]]
+    shown = [name for name in names if not name.rpartition(".")[2].startswith("_")]  # torch's own notes on fakes
+    if shown:
+        warnings.warn(
+            f"build sets {', '.join(shown[:4])}, which has no effect: build runs only once, while it is traced. "
+            "Return the value, or keep it in a buffer (register_buffer) and change it in place",
+            stacklevel=2,
+        )
 
 
 def _is_in_key(owner: Any, name: str) -> bool:

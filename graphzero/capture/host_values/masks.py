@@ -1,13 +1,17 @@
-"""Indexing by a mask of values that are not known: ``x[mask] = value``, and how many elements ``x[mask]`` has.
+"""Indexing by masks, and other ops whose result has a shape that depends on values.
 
 The number of rows that a mask selects cannot be a shape of the graph.  An assignment of one value to all of them does
 not need it, and the number itself may be compared like any number read from a tensor.  Everything else is refused at
 the line of the mask.
+
+Values that are known while build is traced, as sizes of images that are equal in every batch or a mask made of Python
+numbers, give a shape: the program holds the result as a constant.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +31,7 @@ SHAPE_HINT = (
     "Keep shapes fixed: torch.where(mask, x, 0) in place of x[mask], weights that are 0 in place of dropped rows, "
     "or select outside of build and pass the result in"
 )
+aten = torch.ops.aten
 _SHAPE: Any = Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
@@ -102,3 +107,49 @@ def _mask(x: Any, index: Any) -> Tensor | None:
     fits = isinstance(index, _compat.FakeTensor) and index.dtype == torch.bool and index.dim() > 0
     known = not fits or _compat.constant_of(index) is not None
     return None if known or x.shape[: index.dim()] != index.shape else index
+
+
+# ---- known values
+
+
+def has_mask(indices: Any) -> bool:
+    """Return whether one of ``indices`` is a mask, so that they pick as many elements as it has ones."""
+    return any(map(_is_mask, indices))
+
+
+def folded_call(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
+    """The call that makes ``func``'s result, or None where its size depends on unknown values."""
+    if func is aten.index.Tensor and all(map(_known, filter(_is_mask, args[1]))):
+        return lambda: func(args[0], _places(args[1]))
+    tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
+    return (lambda: _fold(func, args, kwargs)) if tensors and all(map(_known, tensors)) else None
+
+
+def _known(x: Tensor) -> bool:
+    return _compat.constant_of(x) is not None
+
+
+def _fold(func: Any, args: Any, kwargs: Any) -> Any:
+    known_args, known_kwargs = pytree.tree_map_only(Tensor, _compat.constant_of, (args, kwargs))
+    with _compat.no_modes():
+        result = func(*known_args, **known_kwargs)
+    return pytree.tree_map_only(Tensor, aten.lift_fresh_copy.default, result)
+
+
+def _places(indices: Any) -> list[Tensor | None]:
+    """``indices`` with the places of a mask's ones in its stead."""
+    positions: list[Tensor | None] = []
+    for index in indices:
+        if not _is_mask(index):
+            positions.append(index)
+            continue
+        known = _compat.constant_of(index)
+        assert known is not None
+        with _compat.no_modes():
+            places = [x.contiguous() for x in known.nonzero().unbind(1)]
+        positions += map(aten.lift_fresh_copy.default, places)
+    return positions
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)

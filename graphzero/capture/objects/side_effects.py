@@ -7,12 +7,13 @@ the user's functions called from it name; torch's settings, and random streams.
 
 from __future__ import annotations
 
-import functools
+import random
 import sys
 import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,20 +30,32 @@ from graphzero.capture.objects.object_snapshot import (
     restore_all,
     snapshots_of,
 )
-from graphzero.capture.objects.process_state import RandomStates, restoring_process_state
 from graphzero.capture.objects.scope_snapshot import FUNCTIONS, METHODS, ScopeReferences
 from graphzero.capture.spec import Step
 from graphzero.ir.source_location import is_library
+from graphzero.sbp.placement import DEVICE_TYPES
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.CellType)
-_OPEN = (nn.Module, torch.optim.Optimizer, LRScheduler, Tensor, types.SimpleNamespace, *FUNCTIONS, functools.partial)
+_OPEN = (nn.Module, torch.optim.Optimizer, LRScheduler, Tensor, types.SimpleNamespace, *FUNCTIONS, partial)
 _CLOSED = (type, types.ModuleType)
 _OF_THREADS = frozenset(
     {"threading", "_thread", "queue", "_queue", "multiprocessing.context", "concurrent.futures.thread"}
 )
 _REGISTERS = ("_parameters", "_buffers")
 _MANY = 100_000  # entries of a container which are looked into; a larger one is kept alone
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    *((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)) for kind in DEVICE_TYPES),
+    *((partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)) for kind in DEVICE_TYPES),
+)
 
 
 def snapshot_all(roots: Iterable[Any], reached: ScopeReferences) -> list[ObjectSnapshot]:
@@ -61,7 +74,7 @@ def snapshot_all(roots: Iterable[Any], reached: ScopeReferences) -> list[ObjectS
             todo.append((obj.__func__, owner))
             todo.append((getattr(obj, "__self__", None), (None, "")))
             continue
-        if isinstance(obj, functools.partial):
+        if isinstance(obj, partial):
             todo.extend((x, owner) for x in (obj.func, obj.args, obj.keywords))
         if isinstance(obj, (tuple, frozenset)):
             todo.extend((x, owner) for x in obj)
@@ -107,6 +120,50 @@ def snapshot_reachable(objects: list[Any], function: Any) -> list[ObjectSnapshot
     reached = ScopeReferences()
     shared = [x for kind in dict.fromkeys(map(type, objects)) for x in reached.attributes_of_class(kind)]
     return [*snapshot_all([*objects, function, *shared], reached), *reached.snapshots]
+
+
+class RandomStates:
+    """The states of the random generators that a process has: torch's, Python's, and numpy's if it is in use."""
+
+    def __init__(self) -> None:
+        self.torch, self.python, self.numpy = torch.random.get_rng_state(), random.getstate(), _of_numpy()
+
+    def changed_streams(self) -> list[str]:
+        """From which of them numbers have been drawn since, of those that a Graph does not draw from itself."""
+        numpy, now = self.numpy, _of_numpy()
+        drawn = ["random"] if random.getstate() != self.python else []
+        if numpy is not None and (numpy[2:] != now[2:] or (numpy[1] != now[1]).any()):
+            drawn.append("numpy.random")
+        return drawn
+
+    def restore(self) -> None:
+        drawn = self.changed_streams()
+        if "random" in drawn:
+            random.setstate(self.python)
+        if "numpy.random" in drawn:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        if not torch.equal(torch.random.get_rng_state(), self.torch):
+            torch.random.set_rng_state(self.torch)
+
+
+def _of_numpy() -> Any:
+    numpy = sys.modules.get("numpy.random")
+    return None if numpy is None else numpy.get_state()
+
+
+@_compat.contextmanager
+def restoring_process_state() -> Iterator[RandomStates]:
+    """Settings and streams are put back in the end."""
+    before, streams = [read() for read, _ in _SETTINGS], RandomStates()
+
+    def put_back() -> None:
+        for (read, write), value in zip(_SETTINGS, before, strict=True):
+            if read() != value:
+                write(value)
+        streams.restore()
+
+    with _compat.undoing(put_back):
+        yield streams
 
 
 @_compat.contextmanager

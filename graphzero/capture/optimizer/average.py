@@ -15,8 +15,7 @@ from torch import Tensor, fx, nn
 from torch.optim.swa_utils import AveragedModel
 
 from graphzero import _compat
-from graphzero.capture.optimizer.pure_ops import pure_module
-from graphzero.capture.optimizer.step_functions import HostNumbers
+from graphzero.capture.optimizer.step_functions import HostNumbers, pure_module
 from graphzero.capture.problems import first_line, problem
 from graphzero.capture.rewrite import decompositions
 from graphzero.capture.spec import AverageSpec, Precision

@@ -21,8 +21,7 @@ from graphzero.capture.optimizer.branches import ALL, BranchOutcomes, Ways, trac
 from graphzero.capture.optimizer.hyperparameters import OF_STATE, Carry, Hyperparameter, is_number, with_numbers
 from graphzero.capture.optimizer.initial_state import ObservedDict, cannot_step
 from graphzero.capture.optimizer.known_updates import cached_update, key_of
-from graphzero.capture.optimizer.pure_ops import pure_module
-from graphzero.capture.optimizer.step_functions import is_fused
+from graphzero.capture.optimizer.step_functions import is_fused, pure_module
 from graphzero.capture.optimizer.stepped_numbers import (
     carried,
     carry_of,

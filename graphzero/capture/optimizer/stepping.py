@@ -22,10 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
-from graphzero.capture.guards.attribute_guards import AttributeGuards
+from graphzero.capture.guards.attribute_guards import AttributeGuards, forward_tensor_attributes
 from graphzero.capture.guards.guarded_values import ObjectIdentity
 from graphzero.capture.guards.referenced_names import ReferencedNames
-from graphzero.capture.guards.tensor_attributes import forward_tensor_attributes
 from graphzero.capture.host_values.kernel_checks import KERNEL_CHECKS
 from graphzero.capture.objects.object_snapshot import DictSnapshot, ObjectSnapshot, TensorSnapshot, restore_all
 from graphzero.capture.objects.side_effects import snapshot_reachable

@@ -20,9 +20,12 @@ from torch.utils import _pytree as pytree
 from graphzero import _compat
 from graphzero.capture.annotations.local_regions import TracedRegions, regions
 from graphzero.capture.annotations.pins import Pinned, collecting_pins
-from graphzero.capture.guards.attribute_guards import record_attribute_guards
+from graphzero.capture.guards.attribute_guards import (
+    forward_tensor_attributes,
+    record_attribute_guards,
+    warn_of_new_attributes,
+)
 from graphzero.capture.guards.guarded_values import ObjectIdentity
-from graphzero.capture.guards.tensor_attributes import forward_tensor_attributes, warn_of_new_attributes
 from graphzero.capture.host_values.floats import FloatInput, holds_nan, math_of_inputs, symbols_of
 from graphzero.capture.host_values.number import HostNumber
 from graphzero.capture.host_values.value_reads import PLACES, ValueReads, read_problem

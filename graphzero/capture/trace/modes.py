@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
 from graphzero.capture.host_values.floats import has_inputs, numbers_of, symbols_of, tensor_of
-from graphzero.capture.host_values.folding import folded_call, has_mask
 from graphzero.capture.host_values.kernel_checks import KERNEL_CHECKS
 from graphzero.capture.host_values.masks import (
     MaskedSelection,
     data_dependent_shape_problem,
+    folded_call,
+    has_mask,
     select_by_mask,
     write_by_mask,
 )

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from graphzero import _compat
-from graphzero.ir.op_cache import cache_by_op
-from graphzero.sbp.op_call import op_name
+from graphzero.sbp.op_call import cache_by_op, op_name
 
 
 def _names(text: str) -> frozenset[str]:
