@@ -77,6 +77,7 @@ class TwoLengths(gz.Graph):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_the_same_ops_on_other_shapes_are_another_function():
     x, rows = torch.randn(4, 8), torch.tensor([3, 1])
     for found, expected in zip(TwoLengths("inductor")(x, rows), TwoLengths("eager")(x, rows), strict=True):
