@@ -107,15 +107,16 @@ class _Check:
     def compare_stages(self) -> Report:
         stages = [self._against_eager()]
         where = "" if stages[0].agrees else "captured"
-        changed_by = ""
+        changed_by, text = "", str(self.history[0].before)
         if where:
             self._note_capture(stages[0])
         for i, record in enumerate(self.history):
-            if str(record.before) == str(record.after):
+            graph, before = None if record.is_unchanged else record.after, text
+            text = str(graph) if graph is not None else before
+            if graph is None or text == before:
                 stages.append(Stage(record.name, same=True))
                 continue
-            after = self._run_stages(record.after)
-            stages.append(self._compared(record.name, after))
+            stages.append(self._compared(record.name, self._run_stages(graph)))
             if not where and not stages[-1].agrees:
                 where = record.name
                 changed_by = self._note_pass(i, stages[-1])

@@ -36,8 +36,11 @@ def snapshots(history: Sequence[Record]) -> list[ProgramSnapshot]:
     first = history[0].before
     taken = [ProgramSnapshot(CAPTURED, first, _text(first))]
     for record in history:
-        graph = record.after
-        taken.append(ProgramSnapshot(record.name, graph, _text(graph), record))
+        graph, lines = taken[-1].graph, taken[-1].lines
+        if not record.is_unchanged:
+            graph = record.after
+            lines = _text(graph)
+        taken.append(ProgramSnapshot(record.name, graph, lines, record))
     return taken
 
 

@@ -107,6 +107,11 @@ class Record:
         return self.packed[1].graph()
 
     @property
+    def is_unchanged(self) -> bool:
+        """Whether the pass left the graph as it was."""
+        return self.packed[0] is self.packed[1]
+
+    @property
     def text(self) -> str:
         """The pass as ``graphzero opt --passes`` takes it, options included."""
         return pass_text(self.pass_)
