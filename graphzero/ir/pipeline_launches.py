@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 from graphzero.errors import ScheduleError
 from graphzero.ir.pipeline_parts import PipelineProgram
-from graphzero.schedules.circles import describe_circle
-from graphzero.schedules.queues import run_queues
+from graphzero.schedules.queues import describe_circle, run_queues
 
 
 class LaunchKind(Enum):
@@ -129,7 +128,7 @@ def check_launches(pipeline: PipelineProgram) -> None:
         (end, i): ((pair[1 - at], i),) for i, pair in enumerate(ends) for at, end in enumerate(pair)
     }
     queue_of = {item: queue for queue, items in queues.items() for item in items}
-    stops = run_queues(queues, needs, peers_of)
+    stops = run_queues(queues, needs, peers_of).stops
     if stops:
         head, text = describe_circle(stops, queue_of.__getitem__, lambda item: describe_launch(pipeline, *item))
         first = describe_launch(pipeline, *head)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 from graphzero.errors import ScheduleError
 from graphzero.schedules.action import Action, ActionKind
-from graphzero.schedules.circles import format_place
 from graphzero.schedules.execution import execution_order
 from graphzero.schedules.schedule import PipelineSchedule
 from graphzero.schedules.values import (
@@ -27,6 +26,7 @@ from graphzero.schedules.values import (
     F,
     Position,
     Value,
+    format_place,
     format_value,
     is_lowered,
     made_values,

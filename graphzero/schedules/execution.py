@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections.abc import Iterator
 from functools import partial
 from operator import itemgetter
 
 from graphzero.errors import ScheduleError
-from graphzero.schedules.circles import describe_circle, format_place
-from graphzero.schedules.queues import Stop
+from graphzero.schedules.queues import describe_circle, run_queues
 from graphzero.schedules.schedule import PipelineSchedule
-from graphzero.schedules.values import Dependencies, Position, Value, format_value, locate_values, made_values
+from graphzero.schedules.values import Dependencies, Position, format_place, format_value, locate_values
 
 
 def execution_order(schedule: PipelineSchedule) -> list[Position]:
@@ -18,39 +17,21 @@ def execution_order(schedule: PipelineSchedule) -> list[Position]:
 
     Raises ScheduleError, with the cells that wait for each other, where there is none.
     """
-    needed_values = Dependencies(schedule).needed_values
-    columns = [0] * schedule.ranks
-    present: set[Value] = set()
-    waiting: dict[Value, list[int]] = defaultdict(list)
-    order: list[Position] = []
-    rows = deque(range(schedule.ranks))
-    while rows:
-        row = rows.popleft()
-        while columns[row] < len(schedule.rows[row]):
-            cell = schedule.rows[row][columns[row]]
-            if cell:
-                absent = next((value for value in needed_values(cell) if value not in present), None)
-                if absent:
-                    waiting[absent].append(row)
-                    break
-                order.append((row, columns[row]))
-                for value in made_values(cell):
-                    present.add(value)
-                    rows.extend(waiting.pop(value, ()))
-            columns[row] += 1
-    if waiting:
-        absent_values = {(row, columns[row]): value for value, stopped in waiting.items() for row in stopped}
-        raise _stop_error(schedule, absent_values)
-    return order
+    cells = {(row, column): cell for row, column, cell in schedule.cells()}
+    needed_values, makers = Dependencies(schedule).needed_values, locate_values(schedule)
 
+    def error(position: Position, problem: str) -> ScheduleError:
+        row, column = position
+        return ScheduleError(f"row {row}, column {column}: '{cells[position]}' {problem}", row, column)
 
-def _stop_error(schedule: PipelineSchedule, absent: dict[Position, Value]) -> ScheduleError:
-    """The error of rows that stand still.  absent: by the cell that each stands at, a value that does not come."""
-    makers = locate_values(schedule)
-    for (row, column), value in absent.items():
-        if value not in makers:
-            problem = f"'{schedule.rows[row][column]}' needs '{format_value(value)}', which no cell runs"
-            return ScheduleError(f"row {row}, column {column}: {problem}", row, column)
-    stops = {head[0]: Stop(head, makers[value]) for head, value in sorted(absent.items())}
-    (row, column), text = describe_circle(stops, itemgetter(0), partial(format_place, schedule))
-    return ScheduleError(f"row {row}, column {column}: '{schedule.rows[row][column]}' {text}", row, column)
+    def needs(position: Position) -> Iterator[Position]:
+        for value in needed_values(cells[position]):
+            if value not in makers:
+                raise error(position, f"needs '{format_value(value)}', which no cell runs")
+            yield makers[value]
+
+    rows = {row: [position for position in cells if position[0] == row] for row in range(schedule.ranks)}
+    run = run_queues(rows, needs)
+    if run.stops:
+        raise error(*describe_circle(run.stops, itemgetter(0), partial(format_place, schedule)))
+    return run.order

@@ -8,11 +8,11 @@ from pathlib import Path
 from graphzero.errors import ScheduleError
 from graphzero.schedules.action import Action
 from graphzero.schedules.check import check_schedule
-from graphzero.schedules.csv_text import parse_csv
 from graphzero.schedules.generators import GENERATORS, STAGES_PER_RANK, generate_schedule
 from graphzero.schedules.schedule import PipelineSchedule
 
 Rows = Iterable[Iterable[Action | str | None]]
+BYTE_ORDER_MARK = "\N{ZERO WIDTH NO-BREAK SPACE}"  # with which spreadsheets begin a file
 
 
 def resolve_schedule(
@@ -28,16 +28,18 @@ def resolve_schedule(
     elif not isinstance(given, str):
         schedule = PipelineSchedule.from_rows(given, micro_batches, stages)
     elif given.endswith(".csv"):
-        return _read_csv_file(given, ranks, micro_batches, stages)
+        text = _read_text(given)
+        try:
+            return _checked(parse_csv(text, micro_batches, stages, name=given), ranks, micro_batches, stages)
+        except ScheduleError as error:
+            raise ScheduleError(f"{given}: {error}", error.row, error.column) from None
     elif given in GENERATORS and stages % ranks:
         raise ScheduleError(
             f"{given} has as many stages on each rank, but {stages} stages are not a multiple of {ranks}"
         )
     else:
         schedule = generate_schedule(given, ranks, micro_batches, stages // ranks)
-    _check_sizes(schedule, ranks, micro_batches, stages)
-    check_schedule(schedule)
-    return schedule
+    return _checked(schedule, ranks, micro_batches, stages)
 
 
 def count_stages(given: str | PipelineSchedule, ranks: int) -> int:
@@ -52,15 +54,16 @@ def count_stages(given: str | PipelineSchedule, ranks: int) -> int:
     return ranks * STAGES_PER_RANK.get(given, 1)
 
 
-def _read_csv_file(path: str, ranks: int, micro_batches: int, stages: int) -> PipelineSchedule:
-    text = _read_text(path)
-    try:
-        schedule = parse_csv(text, micro_batches, stages, name=path)
-        _check_sizes(schedule, ranks, micro_batches, stages)
-        check_schedule(schedule)
-    except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}", error.row, error.column) from None
-    return schedule
+def parse_csv(
+    text: str, micro_batches: int | None = None, stages: int | None = None, name: str = "rows"
+) -> PipelineSchedule:
+    """The schedule in CSV, in the grammar of torch.distributed.pipelining: a line a pp rank, a cell an action or idle.
+
+    Raises ScheduleError with row, column and cell for a cell that is not an action in full.  Rows and columns count
+    from 0.  Whether the schedule is legal says ``check_schedule``.
+    """
+    lines = text.removeprefix(BYTE_ORDER_MARK).replace("\r\n", "\n").removesuffix("\n").split("\n")
+    return PipelineSchedule.from_rows([line.split(",") for line in lines], micro_batches, stages, name)
 
 
 def _read_text(path: str) -> str:
@@ -70,7 +73,8 @@ def _read_text(path: str) -> str:
         raise ScheduleError(f"the schedule {path} cannot be read: {error}") from error
 
 
-def _check_sizes(schedule: PipelineSchedule, ranks: int, micro_batches: int, stages: int) -> None:
+def _checked(schedule: PipelineSchedule, ranks: int, micro_batches: int, stages: int) -> PipelineSchedule:
+    """The schedule, proved to be legal and of these sizes."""
     for name, size, expected in (
         ("pp ranks", schedule.ranks, ranks),
         ("stages", schedule.stages, stages),
@@ -78,3 +82,5 @@ def _check_sizes(schedule: PipelineSchedule, ranks: int, micro_batches: int, sta
     ):
         if size != expected:
             raise ScheduleError(f"the schedule {schedule.name!r} is for {size} {name}, but there are {expected}")
+    check_schedule(schedule)
+    return schedule

@@ -75,3 +75,9 @@ def format_value(value: Value) -> str:
 def locate_values(schedule: PipelineSchedule) -> dict[Value, Position]:
     """The cell that makes each value."""
     return {value: (row, column) for row, column, cell in schedule.cells() for value in made_values(cell)}
+
+
+def format_place(schedule: PipelineSchedule, position: Position) -> str:
+    """ "'0F3' (row 0, column 3)"."""
+    row, column = position
+    return f"'{schedule.rows[row][column]}' (row {row}, column {column})"

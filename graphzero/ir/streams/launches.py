@@ -94,7 +94,7 @@ def check_rank_launches(lists: Mapping[int, Sequence[RankLaunch]], where: str = 
             _check_group(lists, members, group, i, where)
             peers.update({item: tuple(other for other in group if other != item) for item in group})
     queues = {rank: [(rank, number) for number in range(len(launches))] for rank, launches in lists.items()}
-    for rank, stop in run_queues(queues, lambda item: (), peers).items():
+    for rank, stop in run_queues(queues, lambda item: (), peers).stops.items():
         head, needed = lists[rank][stop.head[1]], stop.needed
         raise VerifyError(
             f"{where}the step does not end: rank {rank} waits in {head} for rank {needed[0]}, which has launched "
