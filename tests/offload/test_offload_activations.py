@@ -16,7 +16,7 @@ from graphzero.ir.text.parser import parse
 from graphzero.ir.verifier.verify import verify
 from graphzero.passes.memory.in_place import InPlace
 from graphzero.passes.schedule.offload_activations import OffloadActivations
-from graphzero.plan.host_link import HostLink
+from graphzero.plan.memory.memory_estimate import HostLink
 from graphzero.runtime.world import device_memory
 from graphzero.testing import measure_step, strict_transfers
 

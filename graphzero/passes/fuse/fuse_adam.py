@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch import fx
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
+from graphzero.ir.text.parser import parse
 from graphzero.ops import ADAM, ADAM_ROUNDED, STOCHASTIC_ROUND
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.fuse.pattern import matches_pattern, parse_pattern
 
 CHAIN = """
 graph adam(dp=1) local
@@ -67,6 +68,7 @@ update:
 """
 FUSED = (torch.float32, torch.float64)
 _CAST = torch.ops.aten._to_copy.default
+_parse_pattern = cache(parse)
 
 
 @dataclass(frozen=True)
@@ -122,14 +124,14 @@ class FuseAdam(BuiltinPass):
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:
-        last, position = parse_pattern(CHAIN).outputs[0], liveness(graph).position
+        last, position = _parse_pattern(CHAIN).outputs[0], liveness(graph).position
         instead: dict[fx.Node, fx.Node] = {}
         chains: list[fx.Node] = []
         for node in position:
             matched: dict[str, Any] = {}
             if (
                 node.target is last.target
-                and matches_pattern(last, node, matched)
+                and _matches_pattern(last, node, matched)
                 and _may_fuse(node, matched, position)
             ):
                 chains += _fuse(graph, node, matched, instead)
@@ -228,14 +230,14 @@ def _may_fuse(node: fx.Node, matched: dict[str, Any], position: dict[fx.Node, in
 
 def _chain_nodes(matched: dict[str, Any]) -> list[fx.Node]:
     """The nodes of the matched chain, in order."""
-    return [matched[node.name] for node in parse_pattern(CHAIN).nodes if node.op == "call_function"]
+    return [matched[node.name] for node in _parse_pattern(CHAIN).nodes if node.op == "call_function"]
 
 
 def _fuse(graph: StepGraph, node: fx.Node, matched: dict[str, Any], instead: dict[fx.Node, fx.Node]) -> list[fx.Node]:
     """Write the kernel's call; returns what it takes the place of, in order.  ``instead`` gets what to hand out."""
     param, decay = matched["param"], 0.0
     before: dict[str, Any] = {"lr": matched["lr"]}
-    if matches_pattern(parse_pattern(DECAY).outputs[0], param, before) and set(param.users) == {node}:
+    if _matches_pattern(_parse_pattern(DECAY).outputs[0], param, before) and set(param.users) == {node}:
         param, decay = before["param"], before["weight_decay"]
     numbers = (matched["lr"], matched["beta1"], matched["beta2"], matched["eps"], decay)
     lists = [[param], [matched["grad"]], [matched["exp_avg"]], [matched["exp_avg_sq"]], [], [matched["step"]]]
@@ -248,3 +250,30 @@ def _fuse(graph: StepGraph, node: fx.Node, matched: dict[str, Any], instead: dic
             old.replace_all_uses_with(result, delete_user_cb=lambda user: user.op != "output" and user not in chain)
             instead[old] = result
     return chain if param is matched["param"] else [matched["param"], *chain]
+
+
+# ---- what is known by its text
+
+
+def _matches_pattern(pattern: Any, given: Any, matched: dict[str, Any]) -> bool:
+    """Return whether ``given`` is computed as ``pattern`` is; ``matched`` gets what stands for each of its values."""
+    if not isinstance(pattern, fx.Node):
+        if isinstance(pattern, (list, tuple)) and isinstance(given, (list, tuple)):
+            return len(pattern) == len(given) and all(map(_matches_pattern, pattern, given, [matched] * len(given)))
+        return type(pattern) is type(given) and pattern == given
+    if pattern.name in matched:
+        return bool(
+            matched[pattern.name] is given or (not isinstance(given, fx.Node) and matched[pattern.name] == given)
+        )
+    matched[pattern.name] = given
+    if pattern.op == "placeholder":
+        return True
+    if not isinstance(given, fx.Node) or given.target is not pattern.target:
+        return False
+    if len(given.args) != len(pattern.args) or given.kwargs.keys() != pattern.kwargs.keys():
+        return False
+    pairs = [
+        *zip(pattern.args, given.args, strict=True),
+        *((x, given.kwargs[name]) for name, x in pattern.kwargs.items()),
+    ]
+    return all(_matches_pattern(*pair, matched) for pair in pairs)

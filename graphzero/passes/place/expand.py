@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -123,7 +123,7 @@ def _row_sum(w: DefinitionWriter, grad: fx.Node, dim: int) -> fx.Node | None:
     """The sum of each row of a gradient that has one number in each: what an unweighted nll_loss sends back."""
     if grad.target not in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default) or dim % 2 != 1:
         return None
-    given, _, target, weight, reduction, ignored = _arguments(grad)[:6]
+    given, _, target, weight, reduction, ignored = cast(Any, grad.args[:6])
     shape = value.tensor_type(target).shape
     if weight is not None or reduction == 1 or not shape:
         return None
@@ -192,14 +192,10 @@ def _splits(node: fx.Node, axes: Sequence[SbpsOfNodes]) -> tuple[Sbp | None, ...
     return tuple(_split(node, sbps) for sbps in axes) if node.target in TABLE else ()
 
 
-def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    return node.args
-
-
 def _split(node: fx.Node, sbps_of: SbpsOfNodes) -> Sbp | None:
     """The split that an axis makes of the rows of an operand."""
     count = TABLE[node.target].operands
-    operands, dims = _arguments(node)[:count], _arguments(node)[count]
+    *operands, dims = cast(Any, node.args[: count + 1])
     ndim = max(len(value.tensor_type(operands[0]).shape), 1)
     rows = {dim % ndim for dim in (dims if isinstance(dims, (list, tuple)) else [dims])}
     sbps = (sbps_of[operand][0] for operand in operands)
@@ -209,7 +205,7 @@ def _split(node: fx.Node, sbps_of: SbpsOfNodes) -> Sbp | None:
 def _expand(graph: StepGraph, node: fx.Node, axes: Sequence[SbpsOfNodes], splits: tuple[Sbp | None, ...]) -> None:
     """The node itself becomes the last op of its definition, so that it keeps its name, its role and its readers."""
     entry = TABLE[node.target]
-    for operand in dict.fromkeys(_arguments(node)[: entry.operands]):
+    for operand in dict.fromkeys(value.tensor_operands(node)[: entry.operands]):
         if any(want is not None and sbps[operand][0] is not want for sbps, want in zip(axes, splits, strict=True)):
             node.replace_input_with(operand, _pinned(graph, node, operand, splits))
     last = entry.write(DefinitionWriter(graph, node), *node.args, **node.kwargs)

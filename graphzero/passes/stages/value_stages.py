@@ -9,10 +9,9 @@ from torch import fx
 
 from graphzero.errors import ConfigError
 from graphzero.ir import ops, value
-from graphzero.ir.aliases import is_name
+from graphzero.ir.aliases import is_name, is_view
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import PIN
-from graphzero.passes.stages.recomputed_values import recomputed_values
 from graphzero.passes.stages.stage_marks import StageMarks
 
 aten = torch.ops.aten
@@ -25,7 +24,7 @@ class ValueStages:
     stages: of each node; None for what each stage computes for itself.
 
     gradients: the values of backward that depend on a gradient, or that a module's mark has placed.
-    recomputed: see ``recomputed_values``.
+    recomputed: see ``_recomputed_values``.
     """
 
     def __init__(self, graph: StepGraph, marks: StageMarks) -> None:
@@ -35,7 +34,7 @@ class ValueStages:
         self.needed: dict[fx.Node, int] = {}
         self.wanted: dict[fx.Node, set[int]] = {}
         self.nodes = [node for node in graph.nodes if node.op != "output"]
-        self.recomputed = recomputed_values(self.nodes)
+        self.recomputed = _recomputed_values(self.nodes)
         self.params = {node.meta["role"].of: node for node in graph.placeholders("param")}
         self._assign()
 
@@ -242,3 +241,28 @@ class ValueStages:
 
 def _known(stages: Iterable[int | None]) -> list[int]:
     return [stage for stage in stages if stage is not None]
+
+
+def _recomputed_values(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Value that backward computes again, as ``torch.utils.checkpoint`` has it -> the same value of forward.
+
+    It is made by the same op of the same operands.
+    A view of what forward has computed is not among them, as backward makes views for itself; one of a value that is
+    computed again is.  What has no operands, as a range, has no stage.
+    """
+    by_call: dict[tuple[object, str], fx.Node] = {}  # of forward
+    equal: dict[fx.Node, fx.Node] = {}  # values of backward, those that are not recomputed among them
+    recomputed: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        phase, operands = value.phase_of(node), node.all_input_nodes
+        if phase not in ("forward", "backward"):
+            continue
+        key = node.target, repr(fx.map_arg((node.args, node.kwargs), lambda x: equal.get(x, x)))
+        if phase == "forward":
+            by_call.setdefault(key, node)
+        elif key in by_call:
+            equal[node] = by_call[key]
+            is_computed = any(x in recomputed for x in operands) or (operands and not is_view(node.target))
+            if is_computed and not value.has_role(node, "gradient"):
+                recomputed[node] = by_call[key]
+    return recomputed

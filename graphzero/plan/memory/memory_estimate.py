@@ -25,7 +25,7 @@ from graphzero.ir.storage.liveness import Bytes, Liveness, bytes_held, liveness
 from graphzero.ir.storage.storage_spans import Positions, StorageSpans, int_array
 from graphzero.passes.memory.recompute import ForwardOps
 from graphzero.passes.schedule.offload_activations import RoundTrip
-from graphzero.plan.host_link import HostLink
+from graphzero.plan.device import Device
 from graphzero.plan.seconds import plain, seconds_of
 
 Ops = frozenset[int]  # positions of ops of forward that run again, and numbers in ``waits`` of what goes to the host
@@ -55,6 +55,37 @@ class EstimatedMemory:
     def most(self) -> tuple[int, int]:
         """The most bytes of all, and of activations, at any moment."""
         return int(self.total.max()), int(self.activations.max())
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """The link to the host: copies cost a step what of them takes longer than the compute of a phase.
+
+    bandwidth: bytes a second in each direction.  begin: seconds that it takes to begin a copy.  forward, backward:
+    seconds of these phases that hide copies.
+    """
+
+    bandwidth: float
+    begin: float
+    forward: float
+    backward: float
+
+    @classmethod
+    def from_program(cls, at: Liveness, device: Device) -> HostLink:
+        """The link of a device for a local program; a CPU copies itself, and hides nothing."""
+        if device.type == "cpu":
+            return cls(device.memory / 2, device.call, 0.0, 0.0)
+        seconds = {"forward": 0.0, "backward": 0.0}
+        for node in at.nodes:
+            if (phase := value.phase_of(node)) in seconds and node.op == "call_function":
+                seconds[phase] += seconds_of(at, node, device)
+        return cls(device.host_link().bandwidth, device.call, **seconds)
+
+    def seconds(self, sizes: Sequence[int]) -> float:
+        """Seconds that a step takes longer if values of these bytes go and come back."""
+        copying = sum(sizes) / self.bandwidth
+        exposed = max(copying - self.forward, 0.0) + max(copying - self.backward, 0.0)
+        return exposed + 2 * self.begin * len(sizes)
 
 
 class MemoryEstimate:
