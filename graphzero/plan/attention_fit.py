@@ -19,7 +19,7 @@ from graphzero.plan.variants import Candidate
 
 def fitting_way(
     options: Options, budget: Budget, plain: Candidate, best: Callable[[Options], Candidate]
-) -> tuple[Options, Candidate, str]:
+) -> tuple[Options, Candidate, list[str]]:
     """The way of fewest bytes sent with which a step fits the budget; if none does, that with which it peaks lowest.
 
     The options, the program, and words on what was tried, if another way is taken than without a budget.
@@ -28,7 +28,7 @@ def fitting_way(
     """
     ways, before = ways_by_axis(options.split_attention), _choices(plain)
     if ways[""] != AUTO_WAY or not before:
-        return options, plain, ""
+        return options, plain, []
     inner = list(dict.fromkeys(choice.axis for choice in before))[:-1]
     others = [{"": way} for way in WAYS]
     others += [{"": "gather", axis: "exchange"} for axis in inner]
@@ -45,12 +45,12 @@ def fitting_way(
                 break
     taken, program = min(tried.values(), key=lambda one: one[1].peak)
     if taken is options:
-        return options, plain, ""
+        return options, plain, []
     peaks = ", ".join(
         f"{text!r} would peak at {mega(one.peak)}" for text, (_, one) in tried.items() if one is not program
     )
     fits = "fits" if program.peak <= budget.nbytes else "is nearest to"
-    return taken, program, f"set_split_attention('auto'): {taken.split_attention!r} {fits} {budget} ({peaks})"
+    return taken, program, [f"set_split_attention('auto'): {taken.split_attention!r} {fits} {budget} ({peaks})"]
 
 
 def describe_ways(candidate: Candidate) -> list[str]:

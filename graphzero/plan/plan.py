@@ -180,19 +180,13 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain dicts, lists and numbers."""
+        memory = asdict(self.memory) | {"peak": self.memory.peak}
+        del memory["peak_at"]
         return {
             "name": self.name,
             "placement": self.placement,
             "parameters": self.parameters,
-            "memory": {
-                "resident": dict(self.memory.resident),
-                "at_peak": dict(self.memory.at_peak),
-                "peak": self.memory.peak,
-                "model_state": self.memory.model_state,
-                "activations": self.memory.activations,
-                "host": self.memory.host,
-                "host_resident": self.memory.host_resident,
-            },
+            "memory": memory,
             "collectives": [
                 collective._asdict() | {"names": list(collective.names)} for collective in self.collectives
             ],

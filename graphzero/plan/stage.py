@@ -59,36 +59,23 @@ def choose(
         program = _at_stage(variants, options, budget, activations, fits, offload == AUTO)
         return with_activations_on_host(variants, options, program, offload) if isinstance(offload, int) else program
 
-    def smaller(options: Options, plain: Candidate) -> tuple[Options, Candidate]:
-        assert budget is not None
-        options, plain, line = fitting_way(options, budget, plain, at_stage)
-        lines.extend([line] if line else [])
-        fits = plain.peak <= budget.nbytes
-        return (options, plain) if fits else fitting_tiles(variants, options, budget, plain, at_stage)
-
-    lines: list[str] = []
-    taken, chosen = first_fitting(at_stage, options, stages, budget, smaller)
-    chosen = chosen.decided(*lines, *describe_ways(chosen))
-    if options.optimizer_in_backward and chosen.graph.gradients():
-        chosen = chosen.decided(behind=describe_early(chosen.graph))
-    if taken.tiles > 1:
-        chosen = described(variants, taken, chosen)
-    return chosen
+    return first_fitting(variants, at_stage, options, stages, budget, tries_tiles=True)
 
 
 def first_fitting(
-    at_stage: Callable[[Options, bool], Candidate],
+    variants: Variants,
+    at_stage: Callable[..., Candidate],
     options: Options,
     stages: Sequence[int],
     budget: Budget | None,
-    smaller: Callable[[Options, Candidate], tuple[Options, Candidate]],
-) -> tuple[Options, Candidate]:
-    """The first of the stages whose program fits the budget, as ``choose`` says, and its options.
+    tries_tiles: bool = False,
+) -> Candidate:
+    """The program of the first of the stages at which it fits the budget, as ``choose`` says.
 
     at_stage: makes the program of options; on request, one that recomputes values until it fits.
-    smaller: the options of a program that holds less, for one which does not fit, and that program.
+    tries_tiles: whether a program that does not fit may compute its largest values in tiles of rows.
     """
-    tried = list[Candidate]()
+    tried, lines = list[Candidate](), list[str]()
     for stage in stages:
         if budget is not None and stage == 2 and tried and _resident(tried[-1]) > budget.nbytes:
             continue  # between calls 2 holds what 1 holds
@@ -97,7 +84,9 @@ def first_fitting(
             break
     taken = replace(options, stage=tried[-1].plan.stage)
     if budget is not None and tried[-1].peak > budget.nbytes:
-        taken, tried[-1] = smaller(taken, tried[-1])
+        taken, tried[-1], lines = fitting_way(taken, budget, tried[-1], at_stage)
+        if tries_tiles and tried[-1].peak > budget.nbytes:
+            taken, tried[-1] = fitting_tiles(variants, taken, budget, tried[-1], at_stage)
     if budget is not None and tried[-1].peak > budget.nbytes:
         tried[-1] = min(tried[-1], at_stage(taken, True), key=lambda one: one.peak)
     chosen = tried[-1]
@@ -108,7 +97,10 @@ def first_fitting(
         chosen = chosen.decided(
             f'stage="auto": {chosen.plan.stage} is the first that fits {budget}{f" ({before})" if before else ""}'
         )
-    return taken, chosen
+    chosen = chosen.decided(*lines, *describe_ways(chosen))
+    if options.optimizer_in_backward and chosen.graph.gradients():
+        chosen = chosen.decided(behind=describe_early(chosen.graph))
+    return described(variants, taken, chosen) if taken.tiles > 1 else chosen
 
 
 def _at_stage(

@@ -24,7 +24,6 @@ from graphzero.ir.aliases import is_copy
 from graphzero.passes import Options
 from graphzero.passes.memory.recompute import merge_gathers
 from graphzero.passes.stages.micro_batch_program import micro_batch_program
-from graphzero.plan.attention_fit import describe_ways, fitting_way
 from graphzero.plan.budget import ANY, Budget, Limits
 from graphzero.plan.memory.memory_candidate import MemoryCandidate, hold_most
 from graphzero.plan.memory.memory_estimate import MemoryEstimate, Ops
@@ -44,7 +43,6 @@ from graphzero.plan.pipelines.pipeline_memory import describe_stages
 from graphzero.plan.pipelines.traffic_candidates import ACCUMULATORS, traffic_candidates
 from graphzero.plan.plan import MemoryPlan, format_seconds, mega
 from graphzero.plan.stage import first_fitting, gathered_once
-from graphzero.plan.tiles import described
 from graphzero.plan.variants import Candidate
 from graphzero.schedules import count_in_flight
 
@@ -74,16 +72,7 @@ def choose_pipeline(
         program = fits_of[key].program(budget, activations, fits)
         return program if offload is None else programs.with_round_trips(program, options, offload)
 
-    def smaller(options: Options, plain: Candidate) -> tuple[Options, Candidate]:
-        assert budget is not None
-        options, plain, line = fitting_way(options, budget, plain, at_stage)
-        lines.extend([line] if line else [])
-        return options, plain
-
-    lines: list[str] = []
-    taken, chosen = first_fitting(at_stage, options, [*stages], budget, smaller)
-    chosen = chosen.decided(*lines, *describe_ways(chosen))
-    return described(programs.variants, taken, chosen) if taken.tiles > 1 else chosen
+    return first_fitting(programs.variants, at_stage, options, [*stages], budget)
 
 
 class PipelineFit:
