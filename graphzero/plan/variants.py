@@ -66,12 +66,12 @@ class Variants:
         self._made: Candidate | None = None  # what came of it, if it was run for that
         self._given: tuple[StepGraph, Record] | None = None  # by ``before``, last, and behind which pass it is
 
-    def candidate(self, options: Options, own_until: str = "", given: StepGraph | None = None) -> Candidate:
-        """The program of these options; with ``own_until``, without the user's passes from that pass on.
+    def candidate(self, options: Options, given: StepGraph | None = None) -> Candidate:
+        """The program of these options.
 
         given: what ``before`` has returned last, unchanged, if the program may be made of it.
         """
-        passes = self._passes(options, own_until)
+        passes = default_passes(options, self.own)
         if self._made is None or self._shared(passes) < max(len(passes), len(self._ran)):
             graph = self._run_passes(passes, given)
             plan = replace(plan_of(graph, links=options.links), stage=options.stage, recomputed=options.recompute)
@@ -97,12 +97,7 @@ class Variants:
 
     def has_own(self, options: Options, since: str) -> bool:
         """Whether the user has passes from the built-in one of that name on."""
-        return len(self._passes(options, "")) > len(self._passes(options, since))
-
-    def _passes(self, options: Options, own_until: str) -> list[Pass]:
-        if not own_until:
-            return default_passes(options, self.own)
-        return [*default_passes(options, self.own, until=own_until), *default_passes(options, since=own_until)]
+        return len(default_passes(options, self.own, since=since)) > len(default_passes(options, since=since))
 
     def _run_passes(self, passes: Sequence[Pass], given: StepGraph | None = None) -> StepGraph:
         shared = self._shared(passes)
