@@ -117,7 +117,7 @@ class SplitRouting(BuiltinPass):
                     choices += [one.choice("tokens" if axis.is_data else SUMS) for one in whole]
             rows = _sorted_rows(graph, sort, axes)
             splitting = self._ways(axes, rows)
-            while self._gathers_tokens(splitting):
+            while splitting and splitting[-1].is_innermost and self._way(splitting[-1]) == "tokens":
                 choices.append(splitting.pop().choice("tokens"))
                 axes.pop()
                 rows = _sorted_rows(graph, sort, axes)
@@ -149,10 +149,6 @@ class SplitRouting(BuiltinPass):
         """The innermost axis along which rows are exchanged; None for none."""
         able = [one for one in splitting if one.may_exchange and self._way(one) == "exchange"]
         return able[-1] if able else None
-
-    def _gathers_tokens(self, splitting: Sequence[ExpertWays]) -> bool:
-        """Return whether the innermost axis of the rows splits experts and gathers their tokens."""
-        return bool(splitting) and splitting[-1].is_innermost and self._way(splitting[-1]) == "tokens"
 
     def _way(self, one: ExpertWays) -> str:
         return one.cheapest if self.split_experts == AUTO_WAY else self.split_experts
