@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.testing._internal import common_methods_invocations as invocations
 from torch.testing._internal import common_utils
 from torch.testing._internal.common_utils import set_rng_seed
-from torch.testing._internal.opinfo import core
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,8 +24,6 @@ from graphzero.sbp.op_call import op_name  # noqa: E402
 UNSPECIFIED = ("empty", "new_empty", "resize", "_resize")  # memory as it is
 LARGEST = 20_000  # elements of an operand
 FAILURES = (RuntimeError, TypeError, NotImplementedError, AssertionError, IndexError, ValueError)
-invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)  # a step sets no seed
-common_utils.extract_test_fn = core.extract_test_fn = lambda: None  # it looks for a unittest in the stack: slow
 
 Wanted = Callable[[Any], bool]
 
@@ -57,11 +54,22 @@ class Call:
         return made
 
 
+@cache
+def operators() -> list[Any]:
+    """PyTorch's own operators with their samples, which take seconds to import."""
+    from torch.testing._internal import common_methods_invocations as invocations
+    from torch.testing._internal.opinfo import core
+
+    invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)  # a step sets no seed
+    common_utils.extract_test_fn = core.extract_test_fn = lambda: None  # it looks for a unittest in the stack: slow
+    return invocations.op_db
+
+
 def op_samples(
     dtype: torch.dtype, most: int, every: int = 1, is_differentiated: bool = True
 ) -> Iterator[tuple[Any, Any]]:
     """PyTorch's operators that take ``dtype``, every n-th, each with up to ``most`` of its samples."""
-    for info in [info for info in invocations.op_db if dtype in info.supported_dtypes("cpu")][::every]:
+    for info in [info for info in operators() if dtype in info.supported_dtypes("cpu")][::every]:
         differs = is_differentiated and info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
         set_rng_seed(0)  # once: PyTorch would do it before each sample, on devices that are not there too
         samples = list(info.sample_inputs("cpu", dtype, requires_grad=differs, set_seed=False))

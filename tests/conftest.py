@@ -47,6 +47,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
 
 
+def pytest_sessionfinish() -> None:
+    gc.freeze()  # pytest collects five times when it ends: seconds
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _looked_at_once() -> None:
     """What stands in memory when a file begins, mostly modules, the collector looks at no more: it is most of its work,

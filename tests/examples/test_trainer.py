@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ from torch.utils.data import IterableDataset
 
 import graphzero as gz
 
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
-pytest.importorskip("pytorch_lightning", reason="one of the loops is Lightning's")
-pytestmark = pytest.mark.slow
+NEEDED = ("accelerate", "pytorch_lightning")  # imported by the ranks alone: it takes seconds
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not all(map(find_spec, NEEDED)), reason=f"it needs {' and '.join(NEEDED)}"),
+]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 4
