@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from graphzero.checkpoint import pretrained
-from graphzero.checkpoint.expected_sbp import ExpectedSbp
+from graphzero.checkpoint.expected_sbp import ExpectedSbp, ExpectedStates
 from graphzero.checkpoint.files import folder
 from graphzero.checkpoint.files.async_save import Saved
 from graphzero.checkpoint.files.index import read_index
@@ -17,8 +17,7 @@ from graphzero.checkpoint.restore import RestoreOperation
 from graphzero.checkpoint.save_operation import HINT, SaveOperation, no_facts, run_on_first_rank
 from graphzero.checkpoint.snapshot import CheckpointSnapshot
 from graphzero.checkpoint.state_dict import collect, loading
-from graphzero.checkpoint.state_dict.expected_states import ExpectedStates
-from graphzero.checkpoint.state_dict.loss_scale import move_into_modules, move_out_of_modules
+from graphzero.checkpoint.state_dict.collect import move_into_modules, move_out_of_modules
 from graphzero.checkpoint.state_dict.validate import (
     ValidStateDict,
     describe_contents,

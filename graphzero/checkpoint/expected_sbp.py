@@ -1,16 +1,21 @@
 """SBP of tensors that do not exist yet: as the program has them, else as ZeRO is going to split them.
 
-A guess that differs from the later program costs one more exchange at the first call, and nothing else.
+A guess that differs from the later program costs one more exchange at the first call, and nothing else.  Also the keys
+of the states that an optimizer will hold that holds none yet: a state dict is checked against them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from torch import Tensor
 
+from graphzero.capture import OptimizerSpec, OptimizerTracer, hyperparameters_of_group, initial_fill
 from graphzero.config.stages import resolve_marks
 from graphzero.passes.place.zero import zero_split
 from graphzero.passes.stages.stage_marks import StageMarks
 from graphzero.runtime.state.modules import ModuleTensor
+from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.stage_tensors import has_stages
 from graphzero.sbp.types import B, Nd
 from graphzero.schedules import resolve_schedule
@@ -86,3 +91,29 @@ class ExpectedSbp:
         zero, placement = self._source.config.settings.zero, self._source.placement
         axes = [placement.axis(name) for name in zero.axes] if zero.stage else []
         return zero_split(tuple(x.shape), nd, placement.hierarchy, axes, zero.shard_min_size)
+
+
+class ExpectedStates:
+    """Keys from the current program, else those that a tiny twin of the optimizer makes in its first step."""
+
+    def __init__(self, optimizers: Sequence[OptimizerSpec], state: State, program: StepProgram | None) -> None:
+        self._optimizers, self._tensors = optimizers, state.tensors()
+        self._known: dict[tuple[int, str], set[str]] = {}
+        self._twin_keys: dict[tuple[int, int, int], Collection[str]] = {}
+        for spec in () if program is None else program.captured.states:
+            self._known.setdefault((spec.optimizer, spec.param), set()).add(spec.key)
+        for carry in () if program is None else program.captured.carries:
+            for path in carry.paths:
+                self._known.setdefault((carry.optimizer, path), set()).add(carry.key_of_state)
+
+    def __call__(self, optimizer: int, path: str) -> Collection[str]:
+        """Keys of the states of the parameter ``path``; none where they are not known."""
+        if (optimizer, path) in self._known:
+            return self._known[optimizer, path]
+        own, param = self._optimizers[optimizer].optimizer, self._tensors[path].tensor
+        group = next(j for j, entry in enumerate(own.param_groups) if any(p is param for p in entry["params"]))
+        kind = optimizer, group, param.dim()
+        if kind not in self._twin_keys:
+            numbers = {h.key_of_state for h in hyperparameters_of_group(optimizer, own, group) if h.is_of_states}
+            self._twin_keys[kind] = {*(initial_fill(OptimizerTracer(own), group, param.dim()) or {}), *numbers}
+        return self._twin_keys[kind]

@@ -23,7 +23,7 @@ from graphzero.checkpoint.files.index import CheckpointIndex
 from graphzero.checkpoint.files.json_values import MALFORMED, from_json
 from graphzero.checkpoint.files.read_chunks import TensorRead, read_tensors
 from graphzero.checkpoint.state_dict import collect, loading
-from graphzero.checkpoint.state_dict.loss_scale import move_into_modules
+from graphzero.checkpoint.state_dict.collect import move_into_modules
 from graphzero.checkpoint.state_dict.validate import StateKeys, validate_state_dict
 from graphzero.errors import CheckpointError
 from graphzero.runtime.state import materialize, partial_update

@@ -22,8 +22,7 @@ from graphzero.runtime.world.process import ProcessWorld
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.runtime.world.world import World
 from graphzero.sbp.collectives import COLLECTIVES
-from graphzero.testing.poison import fill_with_poison_, is_poison, same_bits
-from graphzero.testing.strict_stages import StrictMessages, run_step_by_members
+from graphzero.testing.strict_stages import StrictMessages, fill_with_poison_, is_poison, run_step_by_members, same_bits
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from graphzero.runtime.execute.pipeline_executor import PipelineExecutor, StageV
 from graphzero.runtime.execute.pipeline_messages import MessagePassing, StepMessages
 from graphzero.runtime.transport.primitives import DONE, Handle
 from graphzero.runtime.transport.transport import MessageTransport
-from graphzero.testing.poison import fill_with_poison_, is_poison, same_bits
 
 
 def run_step_by_members(executor: PipelineExecutor, inputs: Mapping[str, Sequence[Any]]) -> Results:
@@ -204,3 +203,24 @@ class ReceivedMessage:
                     f"before they arrived from another stage, something wrote to {self.into.numel():,} elements"
                 )
             self.into.view(-1).copy_(arrived)
+
+
+def fill_with_poison_(x: Tensor) -> None:
+    """Fill a tensor with values that no result has: NaN, the largest integer, True."""
+    x.fill_(_poison(x.dtype))
+
+
+def is_poison(x: Tensor) -> bool:
+    """Return whether a tensor is as ``fill_with_poison_`` left it."""
+    return same_bits(x, torch.full_like(x, _poison(x.dtype)))
+
+
+def _poison(dtype: torch.dtype) -> float | int | bool:
+    if dtype == torch.bool:
+        return True
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors of one dtype and as many elements hold the same bytes."""
+    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))

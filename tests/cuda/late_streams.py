@@ -22,7 +22,7 @@ from graphzero.runtime.transport.primitives import DONE
 from graphzero.runtime.world.host_copies import HostCopies
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.testing import strict_stages
-from graphzero.testing.poison import fill_with_poison_
+from graphzero.testing.strict_stages import fill_with_poison_
 
 SLOW = 5_000_000  # cycles: milliseconds
 

@@ -24,7 +24,7 @@ from graphzero import _compat
 from graphzero.errors import GraphZeroError
 from graphzero.runtime.execute.pipeline_messages import StepMessages
 from graphzero.testing import strict_transfers
-from graphzero.testing.poison import is_poison
+from graphzero.testing.strict_stages import is_poison
 
 SHAPE, NAMES = (2, 2), ("pp", "dp")
 

@@ -6,9 +6,8 @@ from torch import nn
 
 import graphzero as gz
 from graphzero.errors import VerifyError
-from graphzero.runtime.execute.conditions import CONDITIONS
+from graphzero.runtime.execute.conditions import CONDITIONS, guarded
 from graphzero.runtime.execute.executor import Executor
-from graphzero.runtime.execute.operand_checks import guarded
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.testing import assert_same_step
 

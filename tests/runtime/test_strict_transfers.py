@@ -13,7 +13,7 @@ from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.sbp.placement import placement
 from graphzero.testing import strict_transfers
-from graphzero.testing.poison import fill_with_poison_, is_poison
+from graphzero.testing.strict_stages import fill_with_poison_, is_poison
 
 N = 2
 

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphzero._compat import storage_id
+from graphzero.capture import LOSS_SCALE
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.runtime.state import modules as tree
@@ -176,3 +177,23 @@ def _map_tensors(x: Any, fn: Callable[[Tensor], Any], other: Callable[[Any], Any
     if type(x) in (list, tuple):
         return type(x)(_map_tensors(value, fn, other) for value in x)
     return other(x)
+
+
+def move_out_of_modules(outline: dict[str, Any]) -> dict[str, Any]:
+    """``outline`` with the loss scale beside the modules: {"scale", "growth_tracker", "hysteresis"}."""
+    scale = outline["modules"].pop(LOSS_SCALE, None)
+    return outline if scale is None else {**outline, LOSS_SCALE: dict(scale)}
+
+
+def move_into_modules(sd: Any, modules: Mapping[str, nn.Module]) -> Any:
+    """A state dict with the loss scale among the modules, as in the Graph.
+
+    Other precisions have none: a scale that is not given stays as it is, one that the Graph does not have is left out.
+    """
+    if not isinstance(sd, Mapping) or not isinstance(sd.get("modules", {}), Mapping):
+        return sd
+    parts = {name: part for name, part in sd.items() if name != LOSS_SCALE}
+    if LOSS_SCALE in modules:
+        scale = sd.get(LOSS_SCALE, modules[LOSS_SCALE].state_dict())
+        parts["modules"] = {**sd.get("modules", {}), LOSS_SCALE: scale}
+    return parts

@@ -17,8 +17,7 @@ from graphzero.ir.streams.instructions import begun_by
 from graphzero.ir.streams.places import Places
 from graphzero.ir.transfer import NO_SLOT_YET, transfer_of
 from graphzero.runtime.execute import packing
-from graphzero.runtime.execute.arena import Rooms
-from graphzero.runtime.execute.code import Code
+from graphzero.runtime.execute.code import Code, Rooms
 from graphzero.runtime.execute.packing import Direct, Exchange, starter
 from graphzero.runtime.execute.writes import Writes
 from graphzero.runtime.world.world import World

@@ -1,4 +1,9 @@
-"""Conditions on an op's operands under which its kernel stays within their memory: see ``operand_checks``.
+"""Checks of operands before kernels that would access memory out of bounds: for programs read from a text.
+
+In a captured program an index comes from the op that chose it, and a gradient has the shape of its value.  ATen's
+backward kernels rely on that without a check, so an index in a text that lies outside of its tensor, or a gradient of
+another shape, would read and write foreign memory.  ``KernelGuard`` checks before each of these kernels, and before
+graphzero's own ops that call them, and raises.  Programs that were captured run without it.
 
 ``CONDITIONS`` has the ops whose kernels do not look themselves, as found by calling ATen's with operands altered one at
 a time in front of a page that may not be read.  A condition is given the operands by their names in the schema.
@@ -6,7 +11,8 @@ a time in front of a page that may not be read.  A condition is given the operan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
 from types import SimpleNamespace
@@ -14,6 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphzero.errors import VerifyError
 
 aten = torch.ops.aten
 _MEAN, _MAX = 1, 2  # modes of an embedding bag
@@ -327,3 +336,30 @@ CONDITIONS: dict[str, Callable[[Any], None]] = {
     **{f"graphzero::{name}_backward": _named(_flash, grad="grad_out", q="query", k="key", v="value") for name in (
         "attention", "attention_block")},
 }  # fmt: skip
+
+
+class KernelGuard(TorchDispatchMode):
+    """Within it ops raise VerifyError for operands that their kernels would trust and must not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        condition = CONDITIONS.get(func._schema.name)
+        if condition is not None:
+            try:
+                condition(_by_name(func, args, kwargs or {}))
+            except UnmetCondition as error:
+                op = func._schema.name.replace("::", ".")
+                raise VerifyError(
+                    f"{op} is given {error}; its kernel does not check that, so a program read from text must not "
+                    "use it"
+                ) from None
+        return func(*args, **(kwargs or {}))
+
+
+def guarded() -> AbstractContextManager[Any]:
+    return KernelGuard()  # type: ignore[no-untyped-call]
+
+
+def _by_name(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    given = zip(func._schema.arguments, args, strict=False)
+    defaults = {one.name: one.default_value for one in func._schema.arguments if one.has_default_value()}
+    return SimpleNamespace(**{**defaults, **{one.name: x for one, x in given}, **kwargs})

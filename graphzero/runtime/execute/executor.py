@@ -25,7 +25,7 @@ from graphzero.ir.text.printer import print_line
 from graphzero.ir.transfer_layout import shape_on
 from graphzero.ir.verifier.stream_order import check_streams
 from graphzero.ir.verifier.verify import examine
-from graphzero.runtime.execute.operand_checks import guarded
+from graphzero.runtime.execute.conditions import guarded
 from graphzero.runtime.execute.program import Program, compile_graph
 from graphzero.runtime.execute.steps import Env, Meter
 from graphzero.runtime.inductor.compiled import CompiledRegions

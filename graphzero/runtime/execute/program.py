@@ -26,8 +26,7 @@ from graphzero.ir.streams.places import Places
 from graphzero.ops import CHECK
 from graphzero.runtime import kernels
 from graphzero.runtime.execute import checks
-from graphzero.runtime.execute.arena import Room, Rooms
-from graphzero.runtime.execute.code import Code
+from graphzero.runtime.execute.code import Code, Room, Rooms
 from graphzero.runtime.execute.collectives import Transfers
 from graphzero.runtime.execute.packing import Exchange
 from graphzero.runtime.execute.steps import Segment, Step
