@@ -16,10 +16,10 @@ import graphzero as gz
 from graphzero.cli import main
 from graphzero.ir.transfer import awaited, transfer_of
 from graphzero.plan.timeline import COMPUTE, Event, Timeline
-from graphzero.plugins.profiler.clocks import offsets_of
 from graphzero.plugins.profiler.compare import EXPOSED, HOST, exact, shares
 from graphzero.plugins.profiler.data import RankTrace
 from graphzero.plugins.profiler.recorder import DeviceClock
+from graphzero.plugins.profiler.tracing import offsets_of
 from graphzero.runtime.world.world import Sent
 
 sys.path.insert(0, str(Path(__file__).parent))

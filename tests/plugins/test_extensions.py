@@ -157,7 +157,7 @@ def test_a_pass_with_the_name_of_a_built_in_one_is_refused(site: Site) -> None:
         ("inputs", "MODULE:setting", "adds config.inputs, which is there already"),
         ("depth", "MODULE:wrong_setting", "has a default that its own check refuses, ''"),
         ("depth", "MODULE:Noop", "is not a setting: give a graphzero.config.PluginSetting"),
-        ("shapes", "MODULE:setting", "has the name of another one, graphzero.plugins.ragged.setting:SHAPES"),
+        ("shapes", "MODULE:setting", "has the name of another one, graphzero.plugins.ragged.shapes:SHAPES"),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_refused(site: Site, entry: str, target: str, problem: str) -> None:

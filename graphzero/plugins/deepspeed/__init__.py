@@ -1,7 +1,7 @@
 """DeepSpeed's JSON as a configuration of a Graph: ``gz.GraphConfig.from_deepspeed``.
 
-``reader`` is the plug-in.  ``keys`` says what becomes of each key; ``document`` reads; ``landing`` sets what is a
-setting; ``ported`` holds the rest, made of ``batch``, ``optimizers`` and ``schedules``.
+``landing`` is the plug-in, and sets what is a setting.  ``keys`` says what becomes of each key; ``document`` reads;
+``ported`` holds the rest, made of ``optimizers`` and ``schedules``.
 """
 
 from graphzero.plugins.deepspeed.ported import DeepSpeed

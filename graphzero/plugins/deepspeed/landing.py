@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,9 +12,8 @@ import torch
 from graphzero.config import GraphConfig
 from graphzero.errors import ConfigError
 from graphzero.passes.schedule.bucket import LARGEST
-from graphzero.plugins.deepspeed.batch import Batch, batch_of
 from graphzero.plugins.deepspeed.document import Document
-from graphzero.plugins.deepspeed.ported import DeepSpeed, ported
+from graphzero.plugins.deepspeed.ported import Batch, DeepSpeed, batch_of, ported
 from graphzero.sbp.placement import Placement
 
 DTYPES = {
@@ -115,3 +117,23 @@ def _dtype(document: Document, path: str) -> torch.dtype | None:
     if name is not None and str(name).removeprefix("torch.").lower() not in DTYPES:
         raise document.wrong(path, "write fp16, bf16 or fp32")
     return None if name is None else DTYPES[str(name).removeprefix("torch.").lower()]
+
+
+def read_deepspeed(config: GraphConfig, given: str | os.PathLike[str] | Mapping[str, Any]) -> DeepSpeed:
+    """The configuration that DeepSpeed's JSON says, for ``gz.Graph(config=...)``.
+
+    given: the path of the JSON, or its dict.  placement: as for a Graph; by default all ranks of the world.
+
+    Settings of the result are those of the other methods here, and may be changed by them.  Batch sizes, optimizer,
+    schedule and clipping are not settings; they are in ``deepspeed``.  One warning names the keys whose work something
+    else does.  docs/from_deepspeed.md says what becomes of each key.
+
+    Raises ConfigError for batch sizes that contradict each other or the ranks, for keys that DeepSpeed does not
+    know, for "auto" where it cannot be computed, and for keys without which results would be others.
+    """
+    document = Document(given)
+    deepspeed = land(document, config.placement, config)
+    if document.replaced:
+        lines = "\n  ".join(document.replaced)
+        warnings.warn(f"{document.name}: these keys are replaced here\n  {lines}", stacklevel=3)
+    return deepspeed

@@ -6,8 +6,7 @@ into one file.  Nothing here decides or computes what a step costs: that is aske
 is made of.
 """
 
-from graphzero.plugins.page.data import plan_data
+from graphzero.plugins.page.data import plan_data, save_page
 from graphzero.plugins.page.render import render
-from graphzero.plugins.page.save import save_page
 
 __all__ = ["plan_data", "render", "save_page"]

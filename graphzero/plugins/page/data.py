@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from graphzero.cli.output import check_output, write_output
+from graphzero.graph import Graph
 from graphzero.inspect.snapshots import snapshots
 from graphzero.plan import Plan
 from graphzero.plan.device import Device
@@ -12,6 +16,7 @@ from graphzero.plugins.page.lines import Pool, passes_data, values_data
 from graphzero.plugins.page.memory import memory_data
 from graphzero.plugins.page.parameters import parameters_data
 from graphzero.plugins.page.pipeline import CallMemory, pipeline_data, programs_data, step_data
+from graphzero.plugins.page.render import render
 from graphzero.plugins.page.timeline import planned_data, rows_of
 from graphzero.step.program import StepProgram
 
@@ -90,3 +95,18 @@ def _traffic(plan: Plan) -> list[list[Any]]:
         row[0] += 1
         row[1] += one.bytes
     return [[*key, *row] for key, row in rows.items()]
+
+
+def save_page(graph: Graph, path: str | os.PathLike[str], *, device: str | None = None) -> None:
+    """Write what ``graphzero show --html`` writes: the program that ``graph`` has compiled last, as one HTML file.
+
+    path: of the file, which opens from disk.  device: a name such as "h100" or a file of ``graphzero calibrate``, by
+    whose numbers the timeline is planned; without it the page has no times.
+    Raises ConfigError for a Graph that has no program yet, an unknown device, and a path that cannot be written.
+    """
+    where, program = os.fspath(path), graph.compiled_program("page")
+    check_output("save_page", where)
+    machine = Device.named(device) if device is not None else None
+    words = [f"stage {program.plan.stage}", program.plan.placement, *([Path(device).stem] if device else [])]
+    pool = Pool()
+    write_output("save_page", where, render([plan_data(program, ", ".join(words), pool, machine)], pool))

@@ -1,7 +1,7 @@
 """Traces of steps: begin and end of every op and collective, beside the plan.
 
-``recorder`` notes when lines of a program begin, ``clocks`` brings the ranks' clocks together, ``tracing`` makes a
-``Trace`` of that, ``chrome`` a file that Perfetto reads, ``compare`` a list of what is not as planned, ``words`` text.
+``recorder`` notes when lines of a program begin, ``tracing`` brings the ranks' clocks together and makes a ``Trace`` of
+that, ``chrome`` a file that Perfetto reads, ``compare`` a list of what is not as planned, and the report.
 """
 
 from graphzero.plugins.profiler.tracing import Trace, trace

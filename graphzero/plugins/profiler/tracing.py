@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -16,16 +17,17 @@ from graphzero.graph import Graph
 from graphzero.ir.text.printer import show_as_printed
 from graphzero.plan.device import Device
 from graphzero.plan.timeline import Event
-from graphzero.plugins.profiler import chrome, compare, words
-from graphzero.plugins.profiler.clocks import Offsets, compare_clocks
+from graphzero.plugins.profiler import chrome, compare
 from graphzero.plugins.profiler.data import RankTrace, TraceData
 from graphzero.plugins.profiler.pipeline_recorder import PipelineRecorder, actions_of, fullest_member, planned_of
 from graphzero.plugins.profiler.recorder import EventRecorder
 from graphzero.runtime.world.accelerators import synchronize
+from graphzero.runtime.world.consensus import Ranks
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.runtime.world.world import Sent
 from graphzero.step.program_selector import PreparedCall
 
+ROUNDS = 9  # barriers by which clocks are compared
 WARM_UP = 2  # calls: the first compiles, the second finds all memory
 
 
@@ -78,7 +80,7 @@ class Trace(TraceData):
 
     def report(self, threshold: float = 0.05) -> str:
         """A report of a few lines: where the step's seconds went, and any ``differences`` and ``broken``."""
-        return words.report(self, threshold)
+        return compare.report(self, threshold)
 
     _repr_pretty_ = show_as_printed
 
@@ -220,3 +222,43 @@ def _median_step(seconds: Sequence[float]) -> int:
 def _aligned(traces: Sequence[Sequence[RankTrace]], clocks: Offsets) -> list[RankTrace]:
     """traces: of each process, its ranks."""
     return [one.shifted(ahead) for local, ahead in zip(traces, clocks.ahead, strict=True) for one in local]
+
+
+# ---- clocks of several processes brought together: all ranks leave a barrier at about the same moment
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Offset of each rank's clock from the first one's, in seconds. error: how much that may be off."""
+
+    ahead: tuple[float, ...]
+    error: float
+
+
+def compare_clocks(ranks: Ranks, rounds: int = ROUNDS) -> Offsets:
+    """The offsets of all ranks in ascending order; every rank calls it, within ``ranks.together``.
+
+    ranks: alone, there is one clock.
+    """
+    if not ranks.active:
+        return Offsets((0.0,), 0.0)
+    left = []
+    for _ in range(rounds):
+        ranks.collect(None)
+        left.append(time.perf_counter())
+    return offsets_of(ranks.collect(left))
+
+
+def offsets_of(left: Sequence[Sequence[float]]) -> Offsets:
+    """left: of each rank, when it left each of some barriers by its own clock.
+
+    A rank may leave one late, but seldom most of them: so the median of the differences counts.  The error is the
+    median distance from it, of the worst rank.
+    """
+    first = left[0]
+    ahead, errors = [], []
+    for mine in left:
+        differences = [own - other for own, other in zip(mine, first, strict=True)]
+        ahead.append(median(differences))
+        errors.append(median(abs(one - ahead[-1]) for one in differences))
+    return Offsets(tuple(ahead), max(errors))

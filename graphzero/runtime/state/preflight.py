@@ -22,9 +22,8 @@ from graphzero.ir.replicated import arithmetic
 from graphzero.ir.value import StateSpec
 from graphzero.runtime.state.host_states import HostStates
 from graphzero.runtime.state.layout import check_real
-from graphzero.runtime.state.memory_maps import find_mapped_memory
 from graphzero.runtime.state.modules import ModuleTensor
-from graphzero.runtime.state.placement_checks import check_apart, name_of_tensor
+from graphzero.runtime.state.placement_checks import check_apart, find_mapped_memory, name_of_tensor
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.fingerprint import content
 from graphzero.runtime.tensors.shards import is_whole

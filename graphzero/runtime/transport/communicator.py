@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from graphzero import _compat
 from graphzero.errors import GraphZeroError, RankError
@@ -42,7 +43,6 @@ from graphzero.logs import event
 from graphzero.runtime.transport.failure_diagnosis import FailureDiagnosis, late_text, lost_connection, rank_list
 from graphzero.runtime.transport.failure_report import LEFT, PAUSE, Attempt, FailureReport, ReportStore, describe
 from graphzero.runtime.transport.gloo_transport import GlooTransport
-from graphzero.runtime.transport.messages import GroupMessages
 from graphzero.runtime.transport.p2p_collectives import PeerCollectives
 from graphzero.runtime.transport.process_group_transport import ProcessGroupTransport
 from graphzero.runtime.transport.process_monitor import (
@@ -60,9 +60,11 @@ from graphzero.runtime.transport.transport import Transport
 from graphzero.runtime.transport.watch_connections import watch_connections
 
 _ENDING = 1.0  # seconds for other ranks to add a report
+_MAX: Any = dist.AllreduceOptions()
+_MAX.reduceOp = dist.ReduceOp.MAX
 
 
-class Communicator(GroupMessages):
+class Communicator:
     """The connections of some ranks of the world, all of which make it.
 
     ids: their global numbers, ascending.  limit: seconds to wait for another rank, the job's timeout.
@@ -202,7 +204,13 @@ class Communicator(GroupMessages):
         """The job's store, with keys of its own for threads of all ranks that know ``name``."""
         return _compat.own_connection(_compat.prefixed(name, self._store))
 
+    # ---- small messages between all ranks, which all of them take part in
+
     def run_collective(self, begin: Callable[[Any], Any], purpose: str) -> None:
+        """Call ``begin`` with gloo's process group of all ranks, and wait for the work that it returns.
+
+        Raises RankError where a rank does not take part, which says what was waited for: ``purpose``.
+        """
         self.connect()
         self.wait_state.begin(ALL_RANKS, purpose)
         try:
@@ -210,6 +218,46 @@ class Communicator(GroupMessages):
         except RuntimeError as error:
             raise lost_connection(self.rank, purpose, error) from error
         self.wait_state.end()
+
+    def all_reduce(self, x: Tensor, purpose: str) -> None:
+        """Replace ``x`` by its maximum over all ranks."""
+        self.run_collective(lambda group: group.allreduce([x], _MAX), purpose)
+
+    def broadcast(self, value: Any, first: int, purpose: str) -> Any:
+        """Return the object of rank ``first``."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = torch.tensor([payload.numel()])
+        self.fill(size, first, purpose)
+        if self.rank != first:
+            payload = torch.empty(int(size), dtype=torch.uint8)
+        self.fill(payload, first, purpose)
+        return value if self.rank == first else pickle.loads(payload.numpy().tobytes())
+
+    def fill(self, x: Tensor, first: int, purpose: str) -> None:
+        """Fill ``x``, dense and of a dtype that gloo knows, with the values that it has on rank ``first``."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self.ids.index(first), 0
+        self.run_collective(lambda group: group.broadcast([x], options), purpose)
+
+    def all_gather(self, value: Any, purpose: str) -> list[Any]:
+        """Return every rank's object, in ascending order of ranks."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._all_gather_tensor(torch.tensor([payload.numel()]), purpose)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: payload.numel()] = payload
+        payloads = self._all_gather_tensor(padded, purpose)
+        return [pickle.loads(x[: int(size)].numpy().tobytes()) for x, size in zip(payloads, sizes, strict=True)]
+
+    def _all_gather_tensor(self, x: Tensor, purpose: str) -> list[Tensor]:
+        copies = [torch.empty_like(x) for _ in self.ids]
+        self.run_collective(lambda group: group.allgather([copies], [x]), purpose)
+        return copies
+
+    def gather_along(self, value: Any, ranks: Sequence[int]) -> list[Any]:
+        """Return the objects of ``ranks``, in that order; all ranks call it, each for ranks of its own."""
+        values = self.all_gather(value, "all ranks to connect")
+        return [values[self.ids.index(rank)] for rank in ranks]
 
     # ---- failures
 
