@@ -6,15 +6,21 @@ What it reads anew in each call, and what it gives back, go by the record of the
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from graphzero.capture import Captured
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.pipeline_parts import PipelineProgram
 from graphzero.ir.pipeline_stages import home_stage
+from graphzero.ir.ragged import Along
 from graphzero.ir.replicated import repeated
 from graphzero.ir.storage.arena import Arena
 from graphzero.ir.value import Role
@@ -25,13 +31,81 @@ from graphzero.runtime.execute.pipeline_executor import PipelineExecutor
 from graphzero.runtime.execute.stage_copies import round_trip_offsets
 from graphzero.runtime.record import cuda_graph
 from graphzero.runtime.record.replay import Replayed
+from graphzero.runtime.tensors import resplit
+from graphzero.runtime.tensors.shards import join, wrap
 from graphzero.runtime.world.consensus import digest
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.runtime.world.world import World
-from graphzero.sbp.types import Nd
+from graphzero.sbp.dtensor import annotate
+from graphzero.sbp.types import Nd, S
 from graphzero.step.build_call import BuildCall
 from graphzero.step.build_inputs import rank_values
-from graphzero.step.build_outputs import BuildOutputs
+from graphzero.step.input_transform import TransformedInputs
+
+
+@dataclass(frozen=True)
+class BuildOutput:
+    """One output of build. nd, shape: of a tensor; no shape: a number. is_literal: the value is a constant.
+
+    padded: along what it is padded.
+    """
+
+    nd: Nd = ()
+    shape: tuple[int, ...] | None = None
+    is_literal: bool = False
+    padded: tuple[Along, ...] = ()
+
+    def to_user(self, value: Any, world: World, as_global: bool, transformed: TransformedInputs | None) -> Any:
+        """The value for the user, see ``Graph.__call__``.  value: one entry per local rank, or the literal."""
+        if self.is_literal:
+            return value
+        if self.shape is None:
+            return value[0]
+        tensor = self._tensor(value, self.shape, world, as_global)
+        if not self.padded or transformed is None:
+            return tensor
+        is_local = not world.placement.virtual and tensor.shape != torch.Size(self.shape)
+        return transformed.restore_output(tensor, self.padded, self.shape, is_local)
+
+    def _tensor(self, pieces: Sequence[Tensor], shape: tuple[int, ...], world: World, as_global: bool) -> Tensor:
+        placement, nd = world.placement, self.nd
+        if placement.virtual:
+            whole = (join(pieces, nd, placement.hierarchy) if len(pieces) > 1 else pieces[0]).detach()
+            if as_global:
+                annotate(whole, placement, nd)
+            return whole
+        local = pieces[0].detach()
+        batch_split = all(
+            sbp.is_broadcast or sbp is S(0) and axis in placement.data_axes
+            for axis, sbp in zip(placement.names, nd, strict=True)
+        )
+        if batch_split and not as_global:
+            return local
+        dtensor = wrap(local, placement.mesh(), nd, shape)
+        return dtensor if as_global else resplit.whole(dtensor, world.whole)
+
+
+class BuildOutputs:
+    """All outputs. spec: the tree in which build returns them."""
+
+    def __init__(self, graph: StepGraph, spec: pytree.TreeSpec, padded: Sequence[tuple[Along, ...]]) -> None:
+        along = padded or [()] * len(graph.outputs)
+        self._all, self._spec = [_output(x, dims) for x, dims in zip(graph.outputs, along, strict=True)], spec
+
+    def to_user(self, results: Results, world: World, as_global: bool, transformed: TransformedInputs | None) -> Any:
+        """The values that build returns.  as_global: tensors as global ones.  transformed: see ``BuildCall``."""
+        pairs = zip(self._all, results.outputs, strict=True)
+        values = [output.to_user(value, world, as_global, transformed) for output, value in pairs]
+        return pytree.tree_unflatten(values, self._spec)
+
+
+def _output(x: Any, padded: tuple[Along, ...]) -> BuildOutput:
+    if not isinstance(x, fx.Node):
+        return BuildOutput(is_literal=True)
+    return (
+        BuildOutput(value.nd_of(x), value.tensor_type(x).shape, padded=padded) if value.is_tensor(x) else BuildOutput()
+    )
+
 
 FED = ("batch", "scalar", "hyper", "seed")
 

@@ -17,10 +17,9 @@ from tuned_steps import LOATH, WILLING, adamw_graph, example
 import graphzero as gz
 from graphzero.cli import main
 from graphzero.plan.device import Device
-from graphzero.plugins.tune.bound import Bound
 from graphzero.plugins.tune.captured_step import captured_step, with_rows
 from graphzero.plugins.tune.layout import Layout, axes_of, counts, hybrid_axes, layouts
-from graphzero.plugins.tune.price import price
+from graphzero.plugins.tune.price import Bound, price
 from graphzero.plugins.tune.proposal import propose
 from graphzero.plugins.tune.report import does_not_fit, report, why
 from graphzero.plugins.tune.search import Search

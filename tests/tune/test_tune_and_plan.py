@@ -15,9 +15,8 @@ import graphzero as gz
 from graphzero.cli import factory, plan
 from graphzero.plan.device import Device, names
 from graphzero.plugins.tune import command as tune
-from graphzero.plugins.tune.bound import Bound
 from graphzero.plugins.tune.layout import Layout
-from graphzero.plugins.tune.price import price
+from graphzero.plugins.tune.price import Bound, price
 from graphzero.plugins.tune.report import does_not_fit, lines_of, report
 from graphzero.sbp.placement import placement
 

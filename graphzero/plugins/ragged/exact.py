@@ -7,8 +7,9 @@ has in the step without padding.  What lies in padded places may be anything, Na
   What was given is a piece, and padding is one.  So the op stays as it is, and its result is padded along ``e``.
 * Where the rules say that pieces give a partial sum, padding must add nothing.  A sum of parts in which an operand is
   linear is zero where that operand is: so operands are put to zero where they are padded.  A maximum is given -inf.
-* So far ``by_rule``.  Of some ops the rules say too little, as they read places by number or a whole dim: ``by_hand``
-  speaks of them first.
+* So far ``by_rule``.  Of some ops the rules say too little, as they read places by number or a whole dim: ``indices``,
+  ``parts`` and ``whole_dims`` speak of them first, each of a kind of such ops.  Each function of theirs, listed in
+  ``TABLE``, speaks for the dims that it knows of and leaves the others to ``by_rule``.
 * Numbers that were sizes, the counts that means divide by, become the counts of what was given.  Which numbers these
   are, and which dims are ragged, comes of capturing the step at several sizes: see ``sizes``.
 
@@ -32,11 +33,12 @@ from graphzero.ir.aliases import AliasKind, alias_kind, is_name
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.ragged import Along, Ragged
 from graphzero.ops import AS_GLOBAL, AS_LOCAL
-from graphzero.plugins.ragged.by_hand import TABLE
+from graphzero.plugins.ragged import indices, parts, whole_dims  # noqa: F401 - which fill TABLE
 from graphzero.plugins.ragged.by_rule import create, speak_for_one
 from graphzero.plugins.ragged.masks import Masks
 from graphzero.plugins.ragged.numbers import write_numbers
 from graphzero.plugins.ragged.sizes import Sizes
+from graphzero.plugins.ragged.table import TABLE
 from graphzero.plugins.ragged.work import Dims, PaddedOp
 
 aten = torch.ops.aten

@@ -1,22 +1,32 @@
-"""A capture of padded inputs as the step without padding: captured at other sizes too, compared, and rewritten."""
+"""A capture of padded inputs as the step without padding: captured at other sizes too, compared, and rewritten.
+
+``TRANSFORM`` is what ``config.set_shapes`` turns on.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from graphzero.capture import Captured, Inputs, Step, capture
+from graphzero.config import Settings
 from graphzero.errors import CaptureError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed_graph import PackedGraph
+from graphzero.ir.ragged import PADDING
 from graphzero.ir.text.printer import print_line
 from graphzero.plugins.ragged.exact import exact
-from graphzero.plugins.ragged.padding import Padded
+from graphzero.plugins.ragged.padding import Padded, Padding
+from graphzero.plugins.ragged.shapes import Shapes
 from graphzero.plugins.ragged.sizes import Differs, Sizes, trials
+from graphzero.runtime.world.consensus import Ranks
+from graphzero.step.build_inputs import BuildInputReader
+from graphzero.step.input_transform import InputTransform
 
 _TRIES = (1, 2, 3)  # how far off the first other size is; another one where sizes happen to be those of other dims
 
@@ -121,3 +131,33 @@ def _check_constants(captured: Captured, other: Captured) -> None:
 
 def _text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+SETTING = "shapes"
+
+
+class PaddingTransform:
+    """See ``InputTransform``."""
+
+    def read_inputs(
+        self, reader: BuildInputReader, ranks: Ranks, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any],
+        running: bool,
+    ) -> tuple[Inputs, Padded]:  # fmt: skip
+        """The padded inputs, see ``Padding.read_inputs``."""
+        return Padding(reader, ranks, settings).read_inputs(args, kwargs, running)
+
+    def rewrite_capture(self, step: Step, inputs: Inputs, transformed: Padded, captured: Captured) -> Captured:
+        """The captured step as it computes what it would without padding."""
+        return unpadded(step, inputs, transformed, captured)
+
+    def uncut_inputs(self, settings: Settings) -> set[str]:
+        """The masks of dims other than the rows, which are those of every micro-batch."""
+        shapes: Shapes = settings.plugin_value(SETTING)
+        return {PADDING + name for name in shapes.names if not shapes.is_first(name)}
+
+    def capture_key(self, settings: Settings) -> tuple[str, object]:
+        """Captures are made for the sizes of buckets."""
+        return "ragged dims", settings.plugin_value(SETTING)
+
+
+TRANSFORM: InputTransform = PaddingTransform()

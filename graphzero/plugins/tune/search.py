@@ -19,10 +19,9 @@ from dataclasses import dataclass, field, replace
 
 from graphzero.errors import ConfigError
 from graphzero.plan.device import Device
-from graphzero.plugins.tune.bound import Bound
 from graphzero.plugins.tune.captured_step import CapturedStep
 from graphzero.plugins.tune.layout import Layout, counts, layouts
-from graphzero.plugins.tune.price import Price, price
+from graphzero.plugins.tune.price import Bound, Price, price
 from graphzero.plugins.tune.proposal import Proposal, propose, propose_like
 
 Axes = tuple[tuple[str, int], ...]

@@ -20,11 +20,10 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import StateSpec
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state import preflight
-from graphzero.runtime.state.binding import Binding, StepCounter
 from graphzero.runtime.state.host_states import HostStates
 from graphzero.runtime.state.layout import TensorLayout, filled, lay_out
 from graphzero.runtime.state.modules import ModuleTensor
-from graphzero.runtime.state.state import Moved, State
+from graphzero.runtime.state.state import Binding, Moved, State, StepCounter
 from graphzero.runtime.state.tensor_ref import TensorRef
 from graphzero.runtime.tensors.stage_tensors import connect_axes, has_stages
 
