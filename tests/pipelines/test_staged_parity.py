@@ -304,10 +304,16 @@ def returned_mask(m: Two, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return F.cross_entropy(m.b(m.a(x * mask)), y), mask
 
 
+def gradient_of_no_batch(m: Two, x: Tensor, y: Tensor) -> Tensor:
+    """The gradient of b's bias is a number of rows: the update computes it of the loss's shape."""
+    return F.cross_entropy(m.a(x), y) + m.b(x).sum()
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "micro_batches"),
-    [(returned_weights, 4), (buffer_read_later, 1), (statistic_of_later, 1), (gated, 2), (returned_mask, 1)],
-)
+    [(returned_weights, 4), (buffer_read_later, 1), (statistic_of_later, 1), (gated, 2), (returned_mask, 1),
+     (gradient_of_no_batch, 2)],
+)  # fmt: skip
 def test_values_that_several_stages_share(loss_fn: Any, micro_batches: int) -> None:
     """A stage sees states of another as they were before the step, whatever that has written."""
     marks = {"model.a": 0, "model.b": 1}

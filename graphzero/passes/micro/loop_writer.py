@@ -196,6 +196,8 @@ class LoopWriter:
             return self.writer.box(self.results[self.loop_carried.result_of_box(node)], node, self.types.others(node))
         if node.target is ops.box and self.types.others(value.operand(node)) == self.types.others(node):
             return self._final_value(value.operand(node))
+        if self.is_staged and node.target in SHAPED and self.partition.is_per_micro_batch(value.operand(node)):
+            return self.writer.fill_constant(node, EPILOGUE)  # as 1, the gradient of the loss, is of no micro-batch
         copy = self.writer.copy_op(node, EPILOGUE, self._final_value)
         return self._without_rounding(copy) or copy
 
