@@ -131,7 +131,7 @@ def test_mixtures_of_transformers_equal_plain_pytorch(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), zip(MODELS, (2, 2, 2, 4), strict=True))
+@pytest.mark.parametrize(("name", "count"), list(zip(MODELS, (2, 2, 2, 4), strict=True)))
 def test_mixtures_of_transformers_in_micro_batches_equal_plain_pytorch(name: str, count: int) -> None:
     """Each micro-batch of each data rank sorts its own tokens; a balance loss would be that of a micro-batch."""
     model = model_of(name, output_router_logits=False)

@@ -52,7 +52,7 @@ def cases():
     yield from [("gpipe", 2, 1, 0, "gradients"), ("zb1p", 2, 4, 3, "first stage"), ("zbv", 4, 4, 1, "loss")]
 
 
-@pytest.mark.parametrize(("schedule", "stages", "micro_batches", "stage", "condition"), cases())
+@pytest.mark.parametrize(("schedule", "stages", "micro_batches", "stage", "condition"), list(cases()))
 def test_a_step_whose_condition_fails_writes_nothing_on_any_stage(schedule, stages, micro_batches, stage, condition):
     torch.manual_seed(0)
     model, where = Net(), placement(2, 2)

@@ -36,7 +36,7 @@ def make(placement, stage):
 """
 
 
-@pytest.mark.parametrize(("name", "model"), zip(names(), chain(["gpt2"], repeat("three heads")), strict=False))
+@pytest.mark.parametrize(("name", "model"), list(zip(names(), chain(["gpt2"], repeat("three heads")), strict=False)))
 def test_a_layout_has_one_peak_one_traffic_and_one_time(tmp_path, name, model):
     (tmp_path / "mixed_step.py").write_text(FACTORY.format(here=str(HERE), model=model))
     what, device = f"{tmp_path}/mixed_step.py:make", Device.named(name)
