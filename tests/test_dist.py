@@ -30,7 +30,7 @@ class Train(gz.Graph):
     def __init__(self):
         super().__init__(gz.placement("cpu", range(2), virtual=True))
         self.model = torch.nn.Linear(4, 4)
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.1))
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3))
         self.config.enable_zero(stage=3)
 
     def build(self, x):
