@@ -111,9 +111,11 @@ class _Check:
         if where:
             self._note_capture(stages[0])
         for i, record in enumerate(self.history):
-            graph, before = None if record.is_unchanged else record.after, text
-            text = str(graph) if graph is not None else before
-            if graph is None or text == before:
+            before = text
+            if not record.is_unchanged:
+                graph = record.after
+                text = str(graph)
+            if text == before:
                 stages.append(Stage(record.name, same=True))
                 continue
             stages.append(self._compared(record.name, self._run_stages(graph)))

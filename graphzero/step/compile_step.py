@@ -13,6 +13,7 @@ from graphzero.ops import CHECK
 from graphzero.passes.memory.dead_code import DeadCode
 from graphzero.plan.variants import YOUNG
 from graphzero.runtime.record import cuda_graph
+from graphzero.runtime.record.garbage import collector_at_rest
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
 from graphzero.step.build_call import BuildCall
@@ -21,7 +22,7 @@ from graphzero.step.pass_settings import program_of
 from graphzero.step.program import ProgramPart, StepProgram
 
 
-@cuda_graph.collector_at_rest()  # each round of its own would look at all that compiling has made
+@collector_at_rest()  # each round of its own would look at all that compiling has made
 def compile_step(
     step: Step, call: BuildCall, captured: Captured | None, room: int | None = None, verifies: bool = True,
     whole: Placement | None = None,

@@ -17,7 +17,8 @@ from graphzero.ir.storage import kernel_forms
 from graphzero.ir.text.parser import parse
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.inductor import compiled, regions
-from graphzero.runtime.inductor.regions import Region, RegionOp, form, join
+from graphzero.runtime.inductor.region_ops import RegionOp, join
+from graphzero.runtime.inductor.regions import Region, form
 from graphzero.runtime.world.virtual import VirtualWorld
 
 HEAD = """

@@ -29,7 +29,7 @@ from graphzero.runtime.execute.conditions import guarded
 from graphzero.runtime.execute.program import Program, compile_graph
 from graphzero.runtime.execute.steps import Env, Meter
 from graphzero.runtime.inductor.compiled import CompiledRegions
-from graphzero.runtime.inductor.regions import RegionOp, join
+from graphzero.runtime.inductor.region_ops import RegionOp, join
 from graphzero.runtime.transport.failure_report import note_source
 from graphzero.runtime.world.world import World
 

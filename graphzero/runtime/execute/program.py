@@ -32,7 +32,7 @@ from graphzero.runtime.execute.packing import Exchange
 from graphzero.runtime.execute.steps import Segment, Step
 from graphzero.runtime.execute.writes import Writes
 from graphzero.runtime.inductor.compiled import CompiledRegions
-from graphzero.runtime.inductor.regions import RegionOp
+from graphzero.runtime.inductor.region_ops import RegionOp
 from graphzero.runtime.world.host_copies import room_space
 from graphzero.runtime.world.world import World
 

@@ -22,7 +22,8 @@ from graphzero.ir import value
 from graphzero.ir.aliases import is_name, is_reshape, is_view, unnamed
 from graphzero.logs import working
 from graphzero.runtime import kernels
-from graphzero.runtime.inductor.regions import COMPOSED, Region, RegionOp
+from graphzero.runtime.inductor.region_ops import RegionOp
+from graphzero.runtime.inductor.regions import COMPOSED, Region
 from graphzero.runtime.world.world import World
 from graphzero.sbp.shards import piece_shape
 

@@ -1,7 +1,6 @@
 """Regions: stretches of compute that become one compiled call each, and a program with those calls in it.
 
-Here is what goes together, and the program in which every region is one op of several results, so that the runtime
-handles it as any other op; how a region is compiled is ``compiled``.
+Here is only what goes together; how a region is compiled is ``inductor``.
 
 A region is everything computed between two things that it must not hold: collectives, writes into states, and ops that
 that gain nothing from a compiler (``COMPILED`` lists those that do).  Cutting the program at every such op would
@@ -23,8 +22,6 @@ import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from math import prod
-from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
@@ -315,60 +312,3 @@ def _written(at: Liveness, node: fx.Node) -> set[Storage]:
     if moves is not None and moves.is_direct:  # an all-reduce works there, and a reduce-scatter may
         written |= {root for operand in node.all_input_nodes for root in at.roots[operand] if root is not None}
     return written
-
-
-SHOWN = 5  # ops in the description of a region
-
-
-class RegionOp:
-    """A joined op of a program; ``region`` consists of nodes of the program from which it was made."""
-
-    __module__ = "graphzero"
-
-    def __init__(self, region: Region):
-        self.region = region
-        self.__name__ = self.__qualname__ = "region"
-
-    def __call__(self, *inputs: Any) -> Any:
-        raise RuntimeError("a region is compiled by an executor; Python does not call it")
-
-    def __str__(self) -> str:
-        nodes = self.region.nodes
-        ops = dict.fromkeys(
-            node.target._opname
-            for node in nodes
-            if isinstance(node.target, torch._ops.OpOverload) and not is_view(node.target)
-        )
-        shown = ", ".join([*ops][:SHOWN]) + (" ..." if len(ops) > SHOWN else "")
-        source = next(filter(None, map(value.source_of, nodes)), "")
-        return f"region of {len(nodes)} lines from '{nodes[0].name}' ({shown})" + (f", {source}" if source else "")
-
-
-def join(graph: StepGraph) -> StepGraph:
-    """The program with regions for ops."""
-    joined = StepGraph(graph.name, graph.placement, fx.Graph(), graph.level)
-    of: dict[fx.Node, fx.Node] = {}
-    for node in graph.placeholders():
-        of[node] = joined.graph.node_copy(node)
-    for item in form(graph):
-        if isinstance(item, Region):
-            _add(joined, item, of)
-        else:
-            of[item] = joined.graph.node_copy(item, of.__getitem__)
-    joined.graph.output(fx.node.map_arg(graph.output.args[0], of.__getitem__))
-    return joined
-
-
-def _add(graph: StepGraph, region: Region, of: dict[fx.Node, fx.Node]) -> None:
-    """Add one op, the nodes that select its results, and their aliases."""
-    main = max(region.nodes, key=work)
-    types, nds = zip(*((value.tensor_type(x), value.nd_of(x)) for x in region.results), strict=True)
-    inputs = tuple(of[x] for x in region.inputs)
-    call = graph.call(RegionOp(region), inputs, types, sbp=nds, like=main, name="region")
-    for i, result in enumerate(region.results):
-        of[result] = graph.graph.create_node("call_function", getitem, (call, i), name=result.name)
-        of[result].meta = dict(result.meta)
-    members = set(region.nodes)
-    for node in region.nodes:
-        if is_name(node.target) and any(user not in members for user in node.users):
-            of[node] = graph.graph.node_copy(node, of.__getitem__)

@@ -10,31 +10,19 @@ This module ends that mode, so that the step can run without a graph and others 
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 from graphzero import _compat
 from graphzero.errors import ConfigError
+from graphzero.runtime.record.garbage import collector_at_rest
 from graphzero.runtime.world.world import World
 from graphzero.sbp.placement import Placement
 
 T = TypeVar("T")
-
-
-@_compat.contextmanager
-def collector_at_rest() -> Iterator[None]:
-    """Python looks for garbage only when told to."""
-    enabled = gc.isenabled()
-    try:
-        gc.disable()
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def check(placement: Placement) -> None:
