@@ -143,7 +143,7 @@ KEYS = (
     _honoured("torch_autocast.enabled", "enable_amp(dtype=...)"),
     _honoured("torch_autocast.dtype", "enable_amp(dtype=...)"),
     _replaced("torch_autocast.lower_precision_safe_modules", "all floating parameters are cast; norms too", idle_at()),
-    _section("amp", REFUSED, "Apex casts by rules of its own; write fp16 or bf16 instead"),
+    _section("amp", REFUSED, "Apex has its own rules for casts; write fp16 or bf16 instead"),
     _honoured("communication_data_type", _SCALE.format("reduce_dtype")),
     _refused("fp32_allreduce", 'communication_data_type "fp32" is its name now; write that'),
     _replaced("seq_parallel_communication_data_type", "sums run in the dtype of what is added", idle_at("fp32")),
@@ -171,7 +171,7 @@ KEYS = (
     _replaced("zero_optimization.overlap_comm", "collectives always overlap with compute", ON),
     _replaced("zero_optimization.reduce_scatter", "gradients of split states are always reduce-scattered", ON),
     _replaced("zero_optimization.allgather_partitions", "pieces are always all-gathered", ON),
-    _replaced("zero_optimization.contiguous_gradients", "buckets lie in one piece, always", ON),
+    _replaced("zero_optimization.contiguous_gradients", "buckets are always contiguous", ON),
     _replaced("zero_optimization.round_robin_gradients", "every parameter is cut over all ranks"),
     _replaced("zero_optimization.use_multi_rank_bucket_allreduce", "gradients are reduce-scattered in buckets", ON),
     _replaced("zero_optimization.parameter_alignment", "the dim to cut is that of least padding"),
@@ -182,7 +182,7 @@ KEYS = (
     _section("zero_optimization.offload_param", REPLACED, _NO_OFFLOAD, idle_where("device", "none"), _OFFLOAD),
     _honoured("zero_optimization.cpu_offload", "enable_offload(), as offload_optimizer with device cpu"),
     _replaced("zero_optimization.cpu_offload_param", _NO_OFFLOAD),
-    _replaced("zero_optimization.cpu_offload_use_pin_memory", "host memory beside a GPU is always pinned", always),
+    _replaced("zero_optimization.cpu_offload_use_pin_memory", "with a GPU, host memory is always pinned", always),
     _section("zero_optimization.zenflow", REFUSED, "updates would be late; take it out", lambda value: value is None),
     _replaced(
         "zero_optimization.sub_group_size", "set_optimizer_in_backward(): each parameter steps by itself", idle_at()
@@ -282,8 +282,8 @@ KEYS = (
     _section("sparse_attention", REFUSED, _NOT_HERE, idle_at({})),
     _section("progressive_layer_drop", REFUSED, _NOT_HERE),
     _section("hybrid_engine", REFUSED, "a Graph without backward() generates with the same weights; take it out"),
-    _section("curriculum_learning", REFUSED, "your own sampler says what is learnt first; take it out"),
-    _section("data_efficiency", REFUSED, "your own sampler says what is learnt first; take it out"),
+    _section("curriculum_learning", REFUSED, "use your own sampler for the order of samples; take it out"),
+    _section("data_efficiency", REFUSED, "use your own sampler for the order of samples; take it out"),
 )  # fmt: skip
 
 ALIASES = {  # other names of one key, of earlier releases or of its own classes
