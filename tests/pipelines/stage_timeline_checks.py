@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 from processes import slow
-from stage_process_checks import graph_on, model_of, real
-from staged import batches, stages_of
+from stage_process_checks import graph_on, layer_on_each, real
+from staged import batches
 
 from graphzero.ir.pipeline_parts import BACKWARD, BODY, PipelineProgram
 from graphzero.plan.pipelines.pipeline_timeline import unit_seconds
@@ -65,7 +65,7 @@ def largest_difference(rows: list[Row], timeline: PipelineTimeline) -> float:
 def check_sleeping_calls_run_when_the_simulated_schedule_says() -> None:
     where = real((4,), ("pp",))
     for schedule, stages in (("1f1b", 4), ("zb1p", 4), ("zbv", 8)):
-        graph = graph_on(where, model_of(layers=8), stages_of(8, stages), schedule=schedule, micro_batches=8)
+        graph = graph_on(where, *layer_on_each(stages), schedule=schedule, micro_batches=8)
         graph(*batches(1)[0])
         executor = graph._selection.last.part._executor
         calls, timeline = sleep_in_calls(executor), simulated(executor.pipeline)
