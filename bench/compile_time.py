@@ -203,7 +203,7 @@ def _modules(*names: str) -> list[Any]:
 def timed_functions() -> list[tuple[str, Any, str]]:
     """Functions that a compile calls beside passes: the row of each, and where it is looked up."""
     base, variants, compiling = _modules("passes.base", "plan.variants", "step.compile_step")
-    packed, ir, delay = _modules("ir.packed_graph", "ir.graph", "passes.memory.delay_gradients")
+    packed, ir = _modules("ir.packed_graph", "ir.graph")
     return [
         ("capture", compiling, "capture"),
         ("plan", variants, "plan_of"),
@@ -213,8 +213,6 @@ def timed_functions() -> list[tuple[str, Any, str]]:
         ("settle", ir.StepGraph, "settle"),
         ("graphs made anew", packed.PackedGraph, "graph"),
         ("graphs made anew", ir.StepGraph, "clone"),
-        ("order of gradients, estimated", delay.DelayGradients, "saved_share"),
-        ("order of gradients, the other program", variants, "run_unverified"),
         ("collection of garbage", compiling.gc, "collect"),
     ]
 

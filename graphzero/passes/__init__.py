@@ -22,7 +22,6 @@ from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
 from graphzero.passes.fuse.fuse_pieces import FusePieces
 from graphzero.passes.fuse.join_updates import JoinUpdates
 from graphzero.passes.memory.dead_code import DeadCode
-from graphzero.passes.memory.delay_gradients import DelayGradients
 from graphzero.passes.memory.in_place import InPlace
 from graphzero.passes.memory.keep_gathered import KeepGathered
 from graphzero.passes.memory.recompute import Recompute
@@ -46,7 +45,7 @@ from graphzero.passes.schedule.slots import Slots
 __all__ = [
     "Assign", "Bucket", "BuiltinPass", "CopyOld", "DeadCode", "Expand", "Fuse", "FuseAdam", "FuseCrossEntropy",
     "FusePieces", "Group", "InsertBoxing", "JoinUpdates", "KeepGathered", "Launch", "Localize", "LowerBoxing",
-    "CastBeforeGather", "Options", "DelayGradients", "Overlap", "OverlapUpdate", "PadTargets", "Pass", "PassEntry",
+    "CastBeforeGather", "Options", "Overlap", "OverlapUpdate", "PadTargets", "Pass", "PassEntry",
     "Pin", "Pipeline", "Propagate", "Recompute", "Record", "RingAttention", "InPlace", "Schedule", "Slots",
     "SplitAttention", "SplitExperts", "SplitRouting", "OptimizerInBackward", "Zero", "default_passes", "host_memory",
     "parse_passes", "pass_name", "print_passes",
