@@ -94,9 +94,8 @@ def test_checkpoint_leaves_less_on_every_stage() -> None:
     assert held[0] < 0.4 * plain(1)[0].memory.activations
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("interleaved", 4), ("zb1p", 2)])
-def test_what_is_computed_again_changes_no_bit(stage: int, schedule: str, stages: int) -> None:
+@pytest.mark.parametrize(("schedule", "stages", "stage"), [("1f1b", 2, 0), ("interleaved", 4, 3), ("zb1p", 2, 3)])
+def test_what_is_computed_again_changes_no_bit(schedule: str, stages: int, stage: int) -> None:
     graph = graph_of(schedule, (2, 2), activations="checkpoint", stage=stage, stages=stages, clip=0.1)
     assert_same_bits(graph, trained_whole(stage))
     assert len(graph.plan.recomputed) > 8
@@ -235,22 +234,27 @@ class Even(nn.Module):
 ROWS_ON_ONE = [[f"{s}F{i}" for i in range(4) for s in (0, 1)] + [f"{s}B{i}" for i in range(4) for s in (1, 0)]]
 
 
+def even_graph(data_ranks: int, stage: int, **limits: Any) -> TrainGraph:
+    torch.manual_seed(0)
+    graph = staged_graph(
+        Even(), stages_of(4, 2), placement(1, data_ranks), ROWS_ON_ONE, micro_batches=4, loss_fn=loss, stage=stage
+    )
+    graph.config.set_activation_memory(limits.get("activations"))
+    graph.config.set_memory_budget(limits.get("budget"))
+    return graph
+
+
+@cache
+def peak_without_limits(data_ranks: int, stage: int) -> int:
+    return even_graph(data_ranks, stage).compile(*batches(1)[0]).plan.memory.peak
+
+
 def measured(data_ranks: int, stage: int, limits: dict[str, Any]) -> tuple[float, int]:
     """Bytes at the peak of stages on one member, those of all data ranks shared by them, and the plan's."""
-
-    def made(**limits: Any) -> TrainGraph:
-        torch.manual_seed(0)
-        graph = staged_graph(
-            Even(), stages_of(4, 2), placement(1, data_ranks), ROWS_ON_ONE, micro_batches=4, loss_fn=loss, stage=stage
-        )
-        graph.config.set_activation_memory(limits.get("activations"))
-        graph.config.set_memory_budget(limits.get("budget"))
-        return graph
-
     batch = batches(1)[0]
     if "budget" in limits:
-        limits = {"budget": int(limits["budget"] * made().compile(*batch).plan.memory.peak)}
-    graph = made(**limits)
+        limits = {"budget": int(limits["budget"] * peak_without_limits(data_ranks, stage))}
+    graph = even_graph(data_ranks, stage, **limits)
     graph(*batch)
     gc.collect()
     executor = graph._selection.last.part._executor  # type: ignore[union-attr]

@@ -55,9 +55,9 @@ def cases():
 @pytest.mark.parametrize(("schedule", "stages", "micro_batches", "stage", "condition"), list(cases()))
 def test_a_step_whose_condition_fails_writes_nothing_on_any_stage(schedule, stages, micro_batches, stage, condition):
     torch.manual_seed(0)
-    model, where = Net(), placement(2, 2)
+    model, where = Net(stages), placement(2, 2)
     options = {"kind": Checked, "condition": condition, "stage": stage, "micro_batches": micro_batches}
-    graph = staged_graph(model, stages_of(4, stages), where, schedule, **options)
+    graph = staged_graph(model, stages_of(stages, stages), where, schedule, **options)
     whole = staged_graph(copy.deepcopy(model), None, where, **options)
     assert largest_difference(trained(graph), trained(whole)) < 1e-6
     before = tensors_of(graph.full_state_dict())
