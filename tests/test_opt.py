@@ -175,7 +175,7 @@ class ScaledGraph(gz.Graph):
     def __init__(self, stage: int) -> None:
         super().__init__(gz.placement("cpu", [[0, 1], [2, 3]], names=("dp_a", "dp_b"), virtual=True))
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
         self.add_optimizer(torch.optim.AdamW(self.model.parameters()), clip_grad_norm=1.0)
         if stage:
             self.config.enable_zero(stage=stage)

@@ -89,7 +89,7 @@ def placed(**sizes: int) -> gz.Placement:
 
 def graph_of(model: nn.Module, placement: gz.Placement, sections: int = 1, **options: Any) -> TrainGraph:
     """A step of ``model`` on pieces of the sequence, each of so many sections, along axes whose name begins with c."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     graph = TrainGraph(model, next_token_loss, optimizer, placement=placement, clip=0.5, **options)
     sbp = tuple({"d": S(0), "c": S(1, sections)}.get(name[0], B) for name in placement.names if name != "pp")
     for name in ("x", "y", "more.0"):
@@ -99,7 +99,7 @@ def graph_of(model: nn.Module, placement: gz.Placement, sections: int = 1, **opt
 
 def assert_parity(graph: TrainGraph, steps: int = 2, padded: bool = False, length: int = LENGTH) -> None:
     plain = copy.deepcopy(graph.model)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-3)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for _ in range(steps):
         optimizer.zero_grad()
         expected = next_token_loss(plain, *batch(padded, length))

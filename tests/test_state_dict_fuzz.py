@@ -4,6 +4,8 @@ import copy
 import math
 import pickle
 import random
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,25 @@ def batch_norm_graph() -> TrainGraph:
     return TrainGraph(
         model, mean_square, optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), stage=2
     )
+
+
+@cache
+def saved_after(steps: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """The state dict behind some steps on random batches, and the last loss."""
+    graph = batch_norm_graph()
+    losses = [graph(random_batch(step)) for step in range(steps)]
+    return graph.full_state_dict(), losses[-1]
+
+
+@cache
+def trained_graph() -> TrainGraph:
+    graph = batch_norm_graph()
+    graph(torch.ones(8, 4))
+    return graph
+
+
+def random_batch(seed: int) -> torch.Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
 
 
 JUNK = (
@@ -84,10 +105,7 @@ def assert_same(found, wanted, what):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_mutated_state_dict_means_what_it_says_or_changes_nothing(seed, trained):
     chance = random.Random(seed)
-    saved, graph = batch_norm_graph(), batch_norm_graph()
-    for step in range(2):
-        saved(torch.randn(8, 4, generator=torch.Generator().manual_seed(step)))
-    good = saved.full_state_dict()
+    (good, _), graph = saved_after(2), batch_norm_graph()
     if trained:
         graph(torch.ones(8, 4))
     refused = 0
@@ -116,9 +134,9 @@ def test_a_mutated_state_dict_means_what_it_says_or_changes_nothing(seed, traine
     assert refused > 50
     graph.load_state_dict(good)
     assert_same(graph.full_state_dict(), good, "the state dict as it was")
-    x = torch.randn(8, 4)
-    assert equal(graph(x), saved(x))
-    assert_same(graph.full_state_dict()["modules"], saved.full_state_dict()["modules"], "a step from there")
+    later, loss = saved_after(3)
+    assert equal(graph(random_batch(2)), loss)
+    assert_same(graph.full_state_dict(), later, "a step from there")
 
 
 WRONG = {
@@ -148,11 +166,7 @@ WRONG = {
 @pytest.mark.parametrize("trained", [False, True])
 def test_what_is_wrong_is_named_by_its_path(what, trained):
     change, text = WRONG[what]
-    saved, graph = batch_norm_graph(), batch_norm_graph()
-    saved(torch.ones(8, 4))
-    if trained:
-        graph(torch.ones(8, 4))
-    wrong = saved.full_state_dict()
+    graph, wrong = trained_graph() if trained else batch_norm_graph(), copy.deepcopy(saved_after(2)[0])
     change(wrong)
     before = graph.full_state_dict()
     with pytest.raises(gz.CheckpointError, match=text):

@@ -128,8 +128,8 @@ module("attention_with_weights", lambda: SelfAttention(need_weights=True), 5, 8)
 module("encoder_layer", lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 5, 8)
 module("decoder_layer", lambda: Decoder(), 5, 8)
 for kind in ("LSTM", "GRU", "RNN"):
-    module(kind.lower(), lambda kind=kind: getattr(nn, kind)(5, 4, batch_first=True), 3, 5)
-    module(f"{kind.lower()}_cell", lambda kind=kind: Cell(kind), 3, 5)
+    module(kind.lower(), lambda kind=kind: getattr(nn, kind)(5, 4, batch_first=True), 2, 5)
+    module(f"{kind.lower()}_cell", lambda kind=kind: Cell(kind), 2, 5)
 module("lstm_of_two_layers_both_ways", lambda: nn.LSTM(5, 4, 2, bidirectional=True, batch_first=True), 3, 5)
 
 
