@@ -34,7 +34,8 @@ class Run:
     """``examples/resume.py`` under torchrun, with what it prints."""
 
     def __init__(self, folder: Path, ranks: int, stage: int, restarts: int = 0):
-        self.folder, self.output, self.begun = folder, folder.with_suffix(".txt"), time.monotonic()
+        self.folder, self.output, self.stage = folder, folder.with_suffix(".txt"), stage
+        self.count, self.begun, self.seconds = ranks, time.monotonic(), 0.0
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [f"--max-restarts={restarts}", "--monitor-interval=0.1"]
         command += [str(RESUME), str(folder), "--stage", str(stage), *SMALL]
@@ -50,7 +51,7 @@ class Run:
             code = self.process.wait(seconds)
         finally:
             self.kill()
-        text = self.output.read_text()
+        self.seconds, text = time.monotonic() - self.begun, self.output.read_text()
         assert code == 0, f"{self.folder} ended with {code}:\n{text}"
         return text
 
@@ -90,27 +91,23 @@ def bytes_of_last(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(found.glob("*.safetensors"))}
 
 
-def disturbed(
-    folder: Path, ranks: int, stage: int, seconds: float, kills: int, chance: random.Random
-) -> tuple[int, str]:
-    """One run of which up to so many ranks are killed; how many were, and what it printed."""
-    run, done = Run(folder, ranks, stage, restarts=kills), 0
+def disturbed(folder: Path, whole: Run, kills: int, chance: random.Random) -> tuple[int, str]:
+    """One run like ``whole`` of which up to so many ranks are killed; how many were, and what it printed."""
+    run, done = Run(folder, whole.count, whole.stage, restarts=kills), 0
     while done < kills and run.process.poll() is None:
-        time.sleep(chance.uniform(0, seconds))
+        time.sleep(chance.uniform(0, whole.seconds))
         done += run.kill_one(chance)
     return done, run.end()
 
 
-def check_kills(where: Path, ranks: int, stage: int, kills: int, seed: int) -> None:
-    """Kill so many ranks; raises AssertionError where a run ends otherwise than an undisturbed one."""
-    whole = Run(where / "whole", ranks, stage)
-    wanted = losses(whole.end())
-    seconds, files = time.monotonic() - whole.begun, bytes_of_last(whole.folder)
-    print(f"undisturbed: {seconds:.1f} s, last loss {max(wanted.items())[1]:.12g}", flush=True)
+def check_kills(where: Path, whole: Run, kills: int, seed: int) -> None:
+    """Kill so many ranks; raises AssertionError where a run ends otherwise than ``whole``, which was undisturbed."""
+    wanted, files = losses(whole.output.read_text()), bytes_of_last(whole.folder)
+    print(f"undisturbed: {whole.seconds:.1f} s, last loss {max(wanted.items())[1]:.12g}", flush=True)
     chance, done, runs = random.Random(seed), 0, 0
     while done < kills:
         folder, runs, begun = where / f"killed-{runs}", runs + 1, time.monotonic()
-        now, text = disturbed(folder, ranks, stage, seconds, kills - done, chance)
+        now, text = disturbed(folder, whole, kills - done, chance)
         found = losses(text)
         assert found == {step: wanted[step] for step in found} and max(found) == max(wanted), f"{folder}:\n{text}"
         assert bytes_of_last(folder) == files, f"{folder}: the last checkpoint differs"
@@ -121,16 +118,16 @@ def check_kills(where: Path, ranks: int, stage: int, kills: int, seed: int) -> N
     print(f"{done} ranks killed in {runs} runs: all ended as the undisturbed one")
 
 
-def check_other_ranks(where: Path, ranks: int, stage: int) -> None:
+def check_other_ranks(where: Path, whole: Run) -> None:
     """A run killed whole goes on with one rank, and then with twice as many as at first."""
-    wanted = losses((where / "whole.txt").read_text())
+    wanted, ranks = losses(whole.output.read_text()), whole.count
     folder = where / "moved"
     for now, until in ((ranks, 12), (1, 24)):
-        run = Run(folder, now, stage)
+        run = Run(folder, now, whole.stage)
         while run.process.poll() is None and not run.saved(until):
             time.sleep(0.02)
         run.kill()
-    found = losses(Run(folder, 2 * ranks, stage).end())
+    found = losses(Run(folder, 2 * ranks, whole.stage).end())
     off = max(abs(found[step] - loss) / abs(loss) for step, loss in wanted.items() if step in found)
     print(f"{ranks}, then 1, then {2 * ranks} ranks: losses differ by {off:.1e}")
     assert max(found) == max(wanted) and off < 1e-9, found
@@ -172,8 +169,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as where:
-        check_kills(Path(where), options.ranks, options.stage, options.kills, options.seed)
-        check_other_ranks(Path(where), options.ranks, options.stage)
+        whole = Run(Path(where, "whole"), options.ranks, options.stage)
+        whole.end()
+        check_kills(Path(where), whole, options.kills, options.seed)
+        check_other_ranks(Path(where), whole)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,21 @@ import graphzero as gz
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")]
 
 
-def test_with_a_rank_killed_a_run_ends_as_an_undisturbed_one(tmp_path):
-    check_kills(tmp_path, ranks=2, stage=3, kills=1, seed=0)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An undisturbed run of two ranks."""
+    run = Run(tmp_path_factory.mktemp("runs") / "whole", 2, stage=3)
+    run.end()
+    return run
+
+
+def test_with_a_rank_killed_a_run_ends_as_an_undisturbed_one(whole, tmp_path):
+    check_kills(tmp_path, whole, kills=1, seed=0)
 
 
 @pytest.mark.skipif(not hosts.allowed(), reason="this user may not make network namespaces")
-def test_when_one_of_two_hosts_is_gone_the_other_goes_on_alone(tmp_path):
-    wanted = losses(Run(tmp_path / "alone", 1, stage=3).end())
+def test_when_one_of_two_hosts_is_gone_the_other_goes_on_alone(whole, tmp_path):
+    wanted = losses(whole.output.read_text())
     folder, outputs = tmp_path / "two", [tmp_path / name for name in ("first.txt", "second.txt")]
     with hosts.hosts() as names:
         first, second = (
