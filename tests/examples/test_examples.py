@@ -1,7 +1,7 @@
 """The examples run as their docstrings say, and their helpers do what they promise.
 
-One of each kind is started by torchrun; others on processes that are forked from one that has loaded torch, which in
-each of them would take seconds.
+One is started by torchrun, as are the runs of ``test_resume``; others on processes that are forked from one that has
+loaded torch, which in each of them would take seconds.
 """
 
 import os
@@ -71,7 +71,7 @@ def test_the_mlp_learns_the_same_alone_and_on_two_ranks(script, tmp_path):
 def test_train_shows_text_and_a_table_whose_measurements_equal_its_plans(model, tmp_path):
     small = ["--layers=1", "--width=32", "--context=32", "--batch=4", "--compare-steps=3", "--steps=5"]
     options = ["--model", model, "--stage", "3", *small]
-    output = torchrun("train.py", *options) if model == "gpt2" else forked(tmp_path, 2, "train.py", *options)
+    output = forked(tmp_path, 2, "train.py", *options)
     assert "held-out loss" in output and "a sample of what it writes" in output
     pairs = re.findall(r"([\d,.]+) / ([\d,.]+)", output)
     assert len(pairs) >= 4 * 5
