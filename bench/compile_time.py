@@ -30,8 +30,7 @@ from typing import Any
 
 import torch
 from _run import in_fresh_process, markdown, options_of
-from large_models import MEGATRON
-from layouts import parallelise
+from layouts import MEGATRON, parallelise
 from models import WithLoss, gpt2, published_llama
 from parity import TrainGraph
 from torch import Tensor, nn

@@ -94,6 +94,7 @@ PLANS: dict[str, list[Split]] = {
         *row("Attention.o", "relative_attention_bias", units="config.num_heads"), *column("wi"), *row("wo"),
     ],
 }  # fmt: skip
+MEGATRON = [*PLANS["llama"], *column("embed_tokens", "lm_head")]  # also along the vocabulary
 
 
 def parallelise(model: nn.Module, plan: list[Split], placement: Placement, axis: str = "tp") -> list[str]:

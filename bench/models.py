@@ -199,6 +199,22 @@ def published_llama(size: str, layers: int, context: int = 2048, recomputed: boo
     return model
 
 
+def published_qwen3moe(**sizes: int) -> WithOwnLoss:
+    """Qwen3-MoE with experts' products as one op each; sizes: beside those of Qwen3-30B-A3B."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    published = {
+        "vocab_size": 151936, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "max_position_embeddings": 40960,
+    }  # fmt: skip
+    config = Qwen3MoeConfig(**published | sizes, use_cache=False)
+    return WithOwnLoss(
+        AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, experts_implementation="grouped_mm", attn_implementation="sdpa"
+        )
+    )
+
+
 def qwen3moe(
     layers: int = 1, width: int = 32, heads: int = 4, vocabulary: int = 96, context: int = 16, experts: int = 4
 ) -> nn.Module:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of
-from large_models import name_of_way, qwen3moe
+from models import published_qwen3moe
 from parity import TrainGraph
 from step_time import Timed, apart, ms, time_in_turn
 from systems import adamw, import_deepspeed, mean
@@ -141,7 +141,7 @@ SMALL = {
 
 def small_mixture() -> nn.Module:
     torch.manual_seed(0)
-    return qwen3moe(**SMALL)
+    return published_qwen3moe(**SMALL)
 
 
 def split_experts(options: argparse.Namespace, way: str, room: float) -> Step:
@@ -149,6 +149,10 @@ def split_experts(options: argparse.Namespace, way: str, room: float) -> Step:
     graph = TrainGraph(model, adamw(model), None, 3, gz.placement("cpu", range(options.ranks)))
     graph.config.set_split_experts(way, capacity=room)
     return graph
+
+
+def name_of_way(way: str, room: float) -> str:
+    return f"`{way}`" + (f", room for {room:g} shares" if way == "exchange" else "")
 
 
 EXPERTS: dict[str, Begin] = {

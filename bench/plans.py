@@ -1,25 +1,16 @@
 """Plans of large steps, without ranks.
 
     python bench/plans.py passes           # the passes of examples/passes, float32 parameters; --amp: bfloat16
-    python bench/plans.py paper            # the ZeRO paper's model of 7.5 billion parameters; --layers 2: quickly
-    python bench/plans.py budget           # Llama 7B cut to 8 layers on 64 ranks; --layers 32: whole
-    python bench/plans.py recomputation    # GPT-2 124M on 64 ranks, with bounds of its activations
     python bench/plans.py pipelines        # Llama 3 70B on 512 ranks, pp 8 x dp 8 x tp 8: 40 minutes
     python bench/plans.py sequences        # Llama 3 8B and sequences of 131,072 tokens on 64 ranks
     python bench/plans.py experts          # a layer of Qwen3-30B-A3B on 8 ranks; --ways: on 64 data ranks
-    python bench/plans.py page             # ``graphzero show`` of GPT-2 124M: seconds, size; --pictures docs: pictures
 
 Models are on the meta device: nothing is computed, no weight is allocated, one core is used.  Seconds are the
 processor's.  The last line says the most memory that the process had.  The figures stand in docs/ on the pages of these
 subjects.
 
 passes: twelve transformer MLP blocks of width 1024 (101 million parameters) at stage 3, on 2 nodes of 8 ranks, with
-AdamW; bytes sent by axis and phase, bytes held.  paper: Figure 1 of arXiv 1910.02054 and its Table 1.  A GPT of 7.46
-billion parameters is captured once for 64 ranks, mixed precision, Adam; for each stage ``plan.memory.model_state``
-beside the paper's figure; then the closed form beside all cells of Table 1.  budget: bytes of one rank at stage 3, with
-budgets from the peak of the program that keeps nothing to that of the one that keeps everything.  page: one plan and
-two beside each other, written to /tmp/graphzero_page.html; pictures (page_light.png, page_dark.png and page_phone.png)
-want playwright and /usr/bin/chromium.
+AdamW; bytes sent by axis and phase, bytes held.
 
 The others are in bfloat16 under float32 masters, with AdamW.  pipelines: 32 micro-batches of one sequence of 8,192
 tokens on each data rank, clipping; "bubble" is that of the schedule by planned seconds of an H100, "sent" what one rank
@@ -33,30 +24,47 @@ on an axis ``ep``, one on each rank of an axis ``dp``; embedding and head are no
 from __future__ import annotations
 
 import argparse
+import itertools
 import resource
 import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import large_models
 import torch
 from _run import markdown, options_of
-from models import WithLoss, gpt2, published_llama
+from layouts import MEGATRON, parallelise
+from models import WithOwnLoss, published_llama, published_qwen3moe
 from parity import TrainGraph
+from peers import name_of_way
 from torch import Tensor, nn
-from workloads import GPT, Shape
+from torch.optim import AdamW
 
 import graphzero as gz
-from graphzero.cli import main as graphzero_command
+from graphzero.cli.plan import size_of
+from graphzero.passes.place.attention_ways import WAYS
+from graphzero.plan import Plan
+from graphzero.plan.device import Device
+from graphzero.plan.pipelines.pipeline_seconds import pipeline_seconds
+from graphzero.sbp import S
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 from passes.int8_gathers import Int8Gathers  # noqa: E402
 from passes.node_local_copy import NodeLocalCopy  # noqa: E402
 from passes.offload import Offload  # noqa: E402
 from passes.two_hops import TwoHops  # noqa: E402
+
+
+def print_head(head: list[str]) -> None:
+    print(*markdown(head, [head]).splitlines()[:2], sep="\n")
+
+
+def print_row(head: list[str], cells: list[Any]) -> None:
+    print(markdown(head, [cells]).splitlines()[-1], flush=True)
+
 
 # ---- passes
 
@@ -119,144 +127,182 @@ def megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:.1f}"
 
 
-# ---- the ZeRO paper
+# ---- pipelines
+
+PP, DP, TP = 8, 8, 8
+CONTEXT, MICRO_BATCHES = 8192, 32
+SCHEDULES = {"1f1b": PP, "zb1p": PP, "interleaved": 2 * PP, "zbv": 2 * PP}  # how many stages each has here
+RECOMPUTED = ("nothing", "blocks")
+PIPELINES = [
+    "recomputed", "schedule", "ZeRO", "peak", "least full", "in flight", "bubble", "sent", "along pp", "seconds",
+]  # fmt: skip
+
+
+def show_pipelines(options: argparse.Namespace) -> None:
+    where = gz.placement("cpu", torch.arange(PP * DP * TP).reshape(PP, DP, TP).tolist(), ("pp", "dp", "tp"), True)
+    print_head(PIPELINES)
+    schedules = sorted(options.schedule, key=lambda name: SCHEDULES[name])
+    by_stages = [(n, [*names]) for n, names in itertools.groupby(schedules, lambda name: SCHEDULES[name])]
+    for (stages, names), recomputed in itertools.product(by_stages, options.recompute):
+        graph = staged_llama(where, options.layers or 80, stages, recomputed == "blocks")  # captured once for its rows
+        for schedule, zero in itertools.product(names, options.zero):
+            cells, decisions = cells_of_pipeline(graph, options, schedule, zero)
+            print_row(PIPELINES, [recomputed, schedule, zero, *cells])
+            if options.budget:
+                print(*(f"  {line}" for line in decisions), sep="\n", flush=True)
+
+
+def staged_llama(where: gz.Placement, layers: int, stages: int, blocks: bool) -> TrainGraph:
+    """blocks: whether each layer is computed again."""
+    model = WithOwnLoss(published_llama("70B", layers, CONTEXT, blocks))
+    parallelise(model, MEGATRON, where)
+    graph = TrainGraph(model, AdamW(model.parameters(), lr=1.5e-4), placement=where, clip_grad_norm=1.0)
+    config = graph.config
+    config.enable_amp()
+    config.set_gradient_accumulation_steps(MICRO_BATCHES)
+    stage_of = {"model.embed_tokens": 0, "model.norm": stages - 1, "lm_head": stages - 1}
+    stage_of |= {f"model.layers.{i}": i * stages // layers for i in range(layers)}
+    for path, stage in stage_of.items():
+        config.set_stage(f"model.inner.{path}", stage)
+    return graph
+
+
+def cells_of_pipeline(
+    graph: TrainGraph, options: argparse.Namespace, schedule: str, zero: int
+) -> tuple[list[str], Sequence[str]]:
+    """Cells, and the plan's decisions; a plan that fits 80 GB has its peak marked."""
+    graph.config.enable_zero(stage=zero)
+    graph.config.set_pipeline(schedule)
+    graph.config.set_memory_budget(size_of(options.budget) if options.budget else None)
+    ids = torch.zeros(DP * MICRO_BATCHES, CONTEXT, dtype=torch.long, device="meta")
+    began = time.process_time()
+    with graph.prepared_call("planning", (ids, ids), {}, verifies=options.verify) as prepared:
+        program = prepared.program
+    seconds, plan = time.process_time() - began, program.plan
+    pipeline, stages = program.part.pipeline, plan.pipeline
+    assert pipeline is not None and stages is not None
+    peaks = [member.memory.peak for member in stages.members]
+    fullest = stages.members[peaks.index(max(peaks))].stages
+    edges = sum(edge.bytes * edge.messages for edge in stages.edges if edge.source in fullest)
+    cells = [
+        f"{max(peaks) / 1e9:.1f} GB{' (fits)' if max(peaks) <= 80e9 else ''}", f"{min(peaks) / 1e9:.1f} GB",
+        f"{max(member.in_flight for member in stages.members) / 1e9:.1f} GB",
+        f"{pipeline_seconds(pipeline, Device.named('h100')).bubble:.3f}", f"{plan.comm_bytes / 1e9:.0f} GB",
+        f"{edges / 1e9:.1f} GB", f"{seconds:.0f}",
+    ]  # fmt: skip
+    return cells, plan.decisions
+
+
+# ---- sequences
 
 RANKS = 64
-FIGURE = (120.0, 31.4, 16.6, 1.9)  # GB, by stage, for 7.5 billion parameters
-# Billions of parameters -> ranks -> GB at stages 1, 2, 3: Table 1 of the paper.
-TABLE: dict[float, dict[int, tuple[float, float, float]]] = {
-    7.5: {1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88),
-          256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12)},
-    128: {1: (2048, 2048, 2048), 4: (896, 704, 512), 16: (608, 368, 128), 64: (536, 284, 32),
-          256: (518, 263, 8), 1024: (513, 257, 2)},
-    1000: {1: (16000, 16000, 16000), 4: (7000, 5500, 4000), 16: (4750, 2875, 1000), 64: (4187, 2218, 250),
-           256: (4046, 2054, 62.5), 1024: (4011, 2013, 15.6)},
+HELD = {  # at the peak, by the categories of a plan
+    "states": ("parameters", "optimizer_states", "buffers"), "16-bit parameters": ("compute_parameters",),
+    "gradients": ("gradients", "accumulators"), "activations": ("activations", "temporaries", "arena"),
+    "communication": ("communication",),
 }  # fmt: skip
+SEQUENCES = [
+    "ranks", "attention", "ZeRO", *HELD, "peak", "attention sends", "parameters send", "gradients send", "seconds",
+]  # fmt: skip
 
 
-def show_paper(options: argparse.Namespace) -> None:
-    head = ["stage", "model_state, GB", "closed form", "paper", "bytes a parameter", "seconds"]
-    print(markdown(head, rows_of_paper(options.layers or 36)))
-    count, right = table_cells()
-    print(f"\nThe closed form gives {right} of the {count} cells of the paper's Table 1.")
-
-
-def rows_of_paper(layers: int) -> list[list[str]]:
-    """A row for each stage."""
-    shape = Shape(vocabulary=50257, width=4096, layers=layers, heads=32, batch=1, context=1024, tied=True)
-    rows = []
-    with gz.testing.fake_world(RANKS), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.device("meta"):
-            model = GPT(shape)
-            x = torch.empty(1, shape.context, dtype=torch.long)
-        graph = TrainGraph(model, torch.optim.Adam(model.parameters(), lr=1e-4))
+def show_sequences(options: argparse.Namespace) -> None:
+    print_head(SEQUENCES)
+    for cp in options.cp:
+        ranks = torch.arange(RANKS).reshape(RANKS // cp, cp).tolist()
+        where = gz.placement("cpu", ranks, names=("dp", "cp"), virtual=True)
+        model = WithOwnLoss(published_llama("8B", options.layers or 32, options.length, recomputed=True))
+        graph = TrainGraph(model, AdamW(model.parameters(), lr=1.5e-4), placement=where, clip_grad_norm=1.0)
         graph.config.enable_amp()
-        parameters = sum(p.numel() for p in model.parameters())
-        for stage in range(4):
-            graph.config.enable_zero(stage > 0, stage=stage or 2)
-            started = time.process_time()
-            state = graph.compile(x, x).plan.memory.model_state
-            seconds = time.process_time() - started
-            form = closed_form(parameters, RANKS, stage) / 1e9
-            row = [f"{stage}", f"{state / 1e9:.2f}", f"{form:.2f}", f"{FIGURE[stage]}", f"{state / parameters:.3f}"]
-            rows.append([*row, f"{seconds:.0f}"])
-            print(f"stage {stage}: {row}", file=sys.stderr, flush=True)
-    print(f"GPT of {parameters / 1e9:.3f} billion parameters on {RANKS} ranks, bf16 with float32 masters, Adam\n")
-    return rows
+        for name in ("x", "y"):
+            graph.config.set_input(name, sbp=(S(0), S(1)))
+        ids = torch.empty(RANKS // cp, options.length, dtype=torch.long, device="meta")
+        for way, zero in itertools.product(options.way, options.zero):
+            graph.config.enable_zero(stage=zero, axis=("dp", "cp"))
+            graph.config.set_split_attention(way)
+            began = time.process_time()
+            with graph.prepared_call("planning", (ids, ids), {}, verifies=False) as prepared:
+                plan = prepared.program.plan
+            seconds = time.process_time() - began
+            print_row(SEQUENCES, [f"dp {RANKS // cp} x cp {cp}", way, zero, *cells_of_sequence(plan), f"{seconds:.0f}"])
 
 
-def closed_form(parameters: float, ranks: int, stage: int) -> float:
-    """Bytes of model states: 2 for 16-bit parameters, 2 for their gradients, 12 for Adam's states and the masters."""
-    split = [1 if stage < 3 else ranks, 1 if stage < 2 else ranks, 1 if stage < 1 else ranks]
-    return sum(bytes_ * parameters / n for bytes_, n in zip((2, 2, 12), split, strict=True))
+def cells_of_sequence(plan: Plan) -> list[str]:
+    """GB that a rank holds and sends."""
+    held = [sum(plan.memory.at_peak.get(key, 0) for key in keys) for keys in HELD.values()]
+    sent = [bytes_of(plan, what) for what in ("parameters", "gradients")]
+    attention = sum(c.bytes for c in plan.collectives if c.what_for == "other" and c.kind != "all_reduce")
+    return [f"{number / 1e9:.2f}" for number in (*held, plan.memory.peak, attention, *sent)]
 
 
-def table_cells() -> tuple[int, int]:
-    """The number of cells of the paper's table, and of those that the closed form gives, to the digits printed."""
-    right = [
-        abs(closed_form(size * 1e9, ranks, stage) / 1e9 - said) <= max(0.0051 * said, 0.006)
-        for size, by_ranks in TABLE.items() for ranks, row in by_ranks.items() for stage, said in enumerate(row, 1)
-    ]  # fmt: skip
-    return len(right), sum(right)
+def bytes_of(plan: Plan, what: str) -> float:
+    return sum(c.bytes for c in plan.collectives if c.what_for == what)
 
 
-# ---- memory budget
+# ---- experts
 
-PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the way from keeping nothing to keeping everything
+EXPERT_WAYS = (("weights", 1.25), ("tokens", 1.25), ("exchange", 1.25), ("exchange", 4.0))
 
 
-def show_budget(options: argparse.Namespace) -> None:
-    layers = options.layers or 8
-    with gz.testing.fake_world(options.ranks):
-        plans = {"nothing kept": planned(layers), "all kept": planned(layers, keep_gathered=True)}
-        low, high = (plan.memory.peak for plan, _ in plans.values())
-        for part in PARTS:
-            plans[f"{part:.0%} of the way"] = planned(layers, budget=int(low + part * (high - low)))
+def show_experts(options: argparse.Namespace) -> None:
     rows = []
-    for name, (plan, seconds) in plans.items():
-        sizes = (f"{plan.memory.peak / 1e9:.2f} GB", f"{plan.comm_bytes / 1e9:.2f} GB")
-        rows.append([name, *sizes, str(len(plan.kept)), f"{seconds:.1f}"])
-    print(f"Llama 7B with {layers} layers, stage 3, {options.ranks} ranks, one sequence of 2,048 each\n")
-    print(markdown(["budget", "peak", "sent", "parameters kept", "seconds to compile"], rows))
+    if options.ways:
+        for way, room in EXPERT_WAYS:
+            _, peak, weights, others = bytes_of_layer(options.tokens, 64, "dp", None, 3, way, room)
+            cells = (f"{peak / 1e9:.2f} GB", f"{weights / 1e6:.1f} MB", f"{others / 1e6:.1f} MB")
+            rows.append([name_of_way(way, room), *cells])
+        print(markdown(["64 ranks, ZeRO 3", "more at peak", "weights and gradients sent", "others sent"], rows))
+        return
+    for name, axis, splits, stage in (
+        ("`ep`, weights whole", "ep", None, 0),
+        ("`ep`, experts split", "ep", "auto", 0),
+        ("`dp`, ZeRO 3", "dp", None, 3),
+    ):
+        states, _, weights, others = bytes_of_layer(options.tokens, 8, axis, splits, stage)
+        rows.append([name, f"{states / 1e9:.2f} GB", f"{weights / 1e6:.1f} MB", f"{others / 1e6:.1f} MB"])
+    print(markdown(["8 ranks of", "parameters and states", "weights and gradients sent", "others sent"], rows))
 
 
-def planned(layers: int, budget: int | None = None, keep_gathered: bool = False) -> tuple[Any, float]:
-    """The plan, and seconds of the processor."""
-    model, ids = WithLoss(published_llama("7B", layers)), torch.zeros(1, 2048, dtype=torch.long, device="meta")
-    graph = TrainGraph(model, torch.optim.AdamW(model.parameters()), None, 3, None)
-    graph.config.enable_zero(stage=3, keep_gathered=keep_gathered)
-    graph.config.set_memory_budget(budget)
-    started = time.process_time()
-    graph.compile(ids, ids)
-    return graph.plan, time.process_time() - started
+def bytes_of_layer(tokens: int, *how: Any) -> tuple[float, ...]:
+    """The difference of two plans, of which one has a layer more."""
+    one, two = (bytes_of_model(tokens, layers, *how) for layers in (1, 2))
+    return tuple(after - before for before, after in zip(one, two, strict=True))
 
 
-# ---- the page of ``graphzero show``
+def bytes_of_model(
+    tokens: int,
+    layers: int,
+    ranks: int,
+    axis: str,
+    splits: str | None,
+    stage: int,
+    way: str = "auto",
+    room: float = 1.25,
+) -> tuple[float, ...]:
+    """Bytes of a rank: of parameters and states, what the peak has beside them, sent of parameters and their gradients,
+    and sent otherwise.
 
-PAGE = Path("/tmp/graphzero_page.html")
-PICTURES = {"page_light": ("light", 1280, 1180), "page_dark": ("dark", 1280, 1180), "page_phone": ("dark", 390, 1500)}
-ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-
-
-def make_gpt2(placement: gz.Placement | None, stage: int) -> tuple[TrainGraph, tuple[Tensor, Tensor]]:
-    """The FACTORY: GPT-2 124M under AdamW in float32, and one rank's batch of four sequences."""
+    splits: the SBPs of weights.  way: of experts that a data axis splits.
+    """
+    where = gz.placement("cpu", range(ranks), names=(axis,), virtual=True)
     with torch.device("meta"):
-        model = gpt2(12, width=768, heads=12, vocabulary=50257, context=1024)
-        ids = torch.zeros(4, 1024, dtype=torch.long)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    return TrainGraph(model, optimizer, None, stage, placement, clip_grad_norm=1.0), (ids, ids)
+        model = published_qwen3moe(num_hidden_layers=layers)
+    if splits is not None:
+        gz.to_global(model.inner, where, splits)
+    graph = TrainGraph(model, AdamW(model.parameters()), None, stage, where)
+    graph.config.enable_amp()
+    graph.config.set_split_experts(way, capacity=room)
+    ids = torch.empty(ranks if axis == "dp" else 1, tokens, dtype=torch.long, device="meta")
+    plan = graph.compile(ids, ids).plan
+    weights = bytes_of(plan, "parameters") + bytes_of(plan, "gradients")
+    states = plan.memory["parameters"] + plan.memory["optimizer_states"]
+    return states, plan.memory.peak - states, weights, sum(c.bytes for c in plan.collectives) - weights
 
 
-def show_page(options: argparse.Namespace) -> None:
-    factory = f"{__file__}:make_gpt2"
-    for more in ([], ["--beside", "stage=1"]):
-        began = time.process_time()
-        words = ["show", factory, "--ranks", "8", "--stage", "3", "--html", str(PAGE), *more]
-        assert graphzero_command(words) == 0
-        seconds, size = time.process_time() - began, PAGE.stat().st_size
-        print(f"  {1 + bool(more)} plan(s): {seconds:.1f} s of one core, {size / 1e6:.2f} MB")
-        assert size < 5e6, "a page of a model of this size should be one that can be mailed"
-    if options.pictures:
-        take_pictures(options.pictures)
-
-
-def take_pictures(folder: Path) -> None:
-    """Of the page as it opens, in light, in dark, and at the width of a phone."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=ARGUMENTS)
-        for name, (scheme, width, height) in PICTURES.items():
-            shown = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-            shown.goto(PAGE.as_uri())
-            shown.wait_for_timeout(500)
-            shown.screenshot(path=folder / f"{name}.png")
-        browser.close()
-
+# ---- the command
 
 SUBJECTS = {
-    "passes": show_passes, "paper": show_paper, "budget": show_budget, "page": show_page, **large_models.SUBJECTS,
+    "passes": show_passes, "pipelines": show_pipelines, "sequences": show_sequences, "experts": show_experts,
 }  # fmt: skip
 
 
@@ -264,10 +310,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subject", choices=SUBJECTS)
     parser.add_argument("--amp", action="store_true", help="passes: bfloat16 parameters in forward and backward")
-    parser.add_argument("--layers", type=int, help="of the model: by default all that it has, for a budget 8")
-    parser.add_argument("--ranks", type=int, default=64, help="budget")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="page: where pictures of it are put")
-    large_models.add_options(parser)
+    parser.add_argument("--layers", type=int, help="of the model: by default all that it has")
+    parser.add_argument("--zero", type=int, nargs="+", default=[1, 2, 3], help="pipelines, sequences: ZeRO's stages")
+    parser.add_argument("--schedule", nargs="+", default=[*SCHEDULES], choices=SCHEDULES, help="pipelines")
+    parser.add_argument("--recompute", nargs="+", default=[*RECOMPUTED], choices=RECOMPUTED, help="pipelines")
+    parser.add_argument("--budget", help="pipelines: of a rank, 72GB")
+    parser.add_argument("--verify", action="store_true", help="pipelines: every pass, as for a program that runs")
+    parser.add_argument("--cp", type=int, nargs="+", default=[8, 32], help="sequences")
+    parser.add_argument("--way", nargs="+", default=[*WAYS], choices=WAYS, help="sequences: of attention")
+    parser.add_argument("--length", type=int, default=131072, help="sequences: of each, in tokens")
+    parser.add_argument("--ways", action="store_true", help="experts: of a data axis of 64 ranks")
+    parser.add_argument("--tokens", type=int, default=4096, help="experts: of a sequence")
+
     options = options_of(parser)
     warnings.simplefilter("ignore")
     SUBJECTS[options.subject](options)

@@ -26,7 +26,7 @@ TOYS = ("toy", "toy conv")
 SHORT = ("--systems", "graphzero, stage 3", BASE)
 QUICK = {  # what a run of toys gives beside
     "step_time.py": ("--rounds", "1", "--steps", "3"), "peak_memory.py": SHORT,
-    "first_step.py": ("--starts", "1", *SHORT), "collectives.py": ("--rounds", "3"),
+    "first_step.py": ("--starts", "1", *SHORT),
     "overhead.py": ("--parameters", "10", "--calls", "20"),
     "scaling.py": ("--rounds", "1", "--steps", "2", "--ranks", "2", *SHORT),
 }  # fmt: skip
@@ -94,8 +94,6 @@ def full_parts(models: list[str], ranks: int) -> Iterator[Part]:
         if model in models:
             yield from _in_another_way(model, ranks, Variant(precision="bfloat16"), "--precision", "bfloat16", ROUNDED)
             yield from _in_another_way(model, ranks, Variant(micro_batches=parts), "--micro-batches", str(parts), ROOMY)
-    for count in sorted({ranks, 4}):
-        yield Part(f"{count} ranks", "collectives", 20, ("collectives.py", "--ranks", str(count)))
     yield Part("overhead", "overhead", 60, ("overhead.py",))
     yield _part("first_step.py", "first step", 200, models[0], ranks, "--systems", *FEW)
     yield Part(f"{models[0]}, scaling", "scaling", 400, ("scaling.py", "--model", models[0], "--rounds", "3"))

@@ -4,7 +4,7 @@
     python bench/tables.py build/bench.json         # only the last step
 
 What a page gets stands between a line that names it and the next ``up to here``: in the files of bench/results a table
-for each run and the machine, in docs/performance.md where a step's time goes and how collectives are best done.
+for each run and the machine, in docs/performance.md where a step's time goes.
 docs/time_against_memory.svg shows a point for each system.  What was not measured stays as it is.
 
 docs/benchmarks.md, README.md and the prose of docs/performance.md repeat some figures and say what they mean.  These
@@ -35,7 +35,7 @@ PAGES = {
     "bench/results/first_step.md": ("machine", "first step"),
     "bench/results/overhead.md": ("machine", "overhead"),
     "bench/results/scaling.md": ("machine", "scaling"),
-    "docs/performance.md": ("profile", "collectives"),
+    "docs/performance.md": ("profile",),
 }
 PLOT = "docs/time_against_memory.svg"
 BY_HAND = "Look at what is written by hand: docs/benchmarks.md, README.md, and the prose of docs/performance.md."

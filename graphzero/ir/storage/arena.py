@@ -7,11 +7,6 @@ size, each where it fits best (greedy by size: Pisarchyk and Lee, arXiv 2001.032
 Sizes are those of the fullest rank; every rank uses the same offsets.  An arena holds results of ops that can be told
 where to write, if these are known to lie row by row, and what arrives by collectives without a slot.  What leaves the
 step, or any value that a state or a result of ``build`` shares storage with, is elsewhere.
-
-What it earns, on two ranks, for GPTs of 7 and 25 M parameters at stages 0 and 3: 6,700 to 22,000 page faults a step
-become 760 or fewer, the processor's time is 1.02, 0.95, 0.99 and 0.86 of that without, the resident peak 1.02, 1.03,
-0.98 and 0.82.  glibc, told to keep what is freed, has no faults without an arena either, but holes: the peak is then
-1.03, 0.96, 1.04 and 1.18 of the peak with an arena and glibc's own settings (``python bench/ablation.py``).
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ Logits, their log-softmax and their gradient live between the hidden values of a
 that are made of them.  Forward and backward of a tile of rows run together, then those of the next, so that nothing is
 computed twice.  ``row_region`` finds the part of the step; micro-batches' ops join the results of tiles.
 
-With 2,048 tokens a rank and GPT-2's vocabulary a step is planned to peak at 1082 MB in 8 tiles, at 1302 MB without
-(``python bench/ablation.py tiles --batch 8``; bench/results/tiles.md).  ``F.linear_cross_entropy`` in as many chunks
-(torch 2.13) would not hold the logits either where the user writes it, but has no SBP rule: several ranks would gather
-the batch for it.
+``F.linear_cross_entropy`` in as many chunks (torch 2.13) would not hold the logits either where the user writes it, but
+has no SBP rule: several ranks would gather the batch for it.
 """
 
 from __future__ import annotations
