@@ -8,30 +8,30 @@ the same once more, with the cache that the cold start left.  Seconds are rank 0
 ranks meet; *CPU* are user seconds of a rank and of the compilers that it ran, mean over ranks, which other work on the
 machine disturbs less.  Loading Python modules is not in them, whenever it happens: it has a line of its own.  Systems
 take turns; shown are medians over the starts.
-
-A second table says where a Graph's first step goes: capture, passes, verification, plan, the first run.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import resource
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from _run import average, in_python, markdown, on_gloo, options_of, save
-from compile_time import CompileClock, clocks
-from parity import TrainGraph
 from systems import BASE, add_options, mean, named, names_of
 from workloads import WORKLOADS
 
 SHOWN = ["graphzero", "DDP", BASE]
 KINDS = ("cold", "again")
-LATER = "a later step"
 LOADS = {  # what is loaded, on top of the line before it: statements
     "torch": "import torch, torch.distributed",
     "graphzero": "import graphzero; graphzero.Graph",
@@ -65,9 +65,8 @@ def main() -> None:
                 for kind in KINDS:
                     starts[kind].append(on_gloo(options.ranks, start, name, options.model))
             print(".", end="", file=sys.stderr, flush=True)
-    parts = {name: on_gloo(options.ranks, dissect, name, options.model) for name in names if "graphzero" in name}
     about = f"{WORKLOADS[options.model].describe(options.ranks)}; medians of {options.starts} starts"
-    text = f"{about}:\n\n{table(found)}\n\n{dissected(parts)}\n\n{loading(options.starts)}"
+    text = f"{about}:\n\n{table(found)}\n\n{loading(options.starts)}"
     print(f"\n{text}")
     if options.save:
         save(options.save, f"{options.model}, {options.ranks} ranks", "first step", text)
@@ -87,20 +86,60 @@ def table(found: Mapping[str, Starts]) -> str:
     return markdown([*head, *([f"cold to {BASE}", "CPU to its"] if BASE in found else [])], rows)
 
 
-def dissected(found: Mapping[str, Mapping[str, float]]) -> str:
-    """CPU seconds by part; a column for each system."""
-    parts = list(max(found.values(), key=len))  # stage 0 has no pass "zero"
-    rows = [[part, *(f"{one.get(part, 0.0):.2f}" for one in found.values())] for part in parts]
-    rows.insert(-1, ["all", *(f"{sum(one.values()) - one[LATER]:.2f}" for one in found.values())])
-    return markdown(["CPU s", *found], rows)
-
-
 def loading(repeat: int) -> str:
     clock = "print(time.perf_counter() - began); began = time.perf_counter()"
     script = "\n".join(["import time; began = time.perf_counter()", *(f"{line}; {clock}" for line in LOADS.values())])
     runs = [map(float, in_python(script).split()) for _ in range(repeat)]
     seconds = zip(LOADS, map(statistics.median, zip(*runs, strict=True)), strict=True)
     return f"Loading modules takes, in s: {', then '.join(f'{name} {spent:.2f}' for name, spent in seconds)}."
+
+
+# ---- clocks that stand still while Python modules are loaded
+
+
+def user_seconds() -> float:
+    """User seconds of this process and of the processes that it ran to their end, such as compilers."""
+    return sum(resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+@dataclass
+class Clocks:
+    """Seconds, without those in which modules were loaded: by the wall, and of the processor in user code."""
+
+    loading_wall: float = 0.0
+    loading_user: float = 0.0
+
+    def wall(self) -> float:
+        return time.perf_counter() - self.loading_wall
+
+    def user(self) -> float:
+        return user_seconds() - self.loading_user
+
+
+@contextmanager
+def clocks() -> Iterator[Clocks]:
+    """Python finds and runs a module that is not there yet in one function, whoever imports it."""
+    found, depth = Clocks(), 0
+    machinery: Any = importlib._bootstrap  # type: ignore[attr-defined]
+    original = machinery._find_and_load
+
+    def load(*args: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        wall, user = time.perf_counter(), user_seconds()
+        try:
+            return original(*args)
+        finally:
+            depth -= 1
+            if not depth:
+                found.loading_wall += time.perf_counter() - wall
+                found.loading_user += user_seconds() - user
+
+    machinery._find_and_load = load
+    try:
+        yield found
+    finally:
+        machinery._find_and_load = original
 
 
 # ---- on every rank
@@ -116,25 +155,6 @@ def start(rank: int, name: str, model: str) -> Start:
         mean(system.begin(workload)(*batch))
         dist.barrier()
         return Start(clock.wall() - wall, average([clock.user() - user])[0])
-
-
-def dissect(rank: int, name: str, model: str) -> dict[str, float]:
-    """The same of a Graph, compiled apart from its first call: user seconds of rank 0 by part."""
-    system, workload = named(name), WORKLOADS[model]
-    batch = workload.part(0, rank, dist.get_world_size())
-    with clocks() as clock:
-        compiling, marks = CompileClock(clock.user), [clock.user()]
-        step = system.begin(workload)
-        assert isinstance(step, TrainGraph)
-        marks.append(clock.user())
-        step.compile(*batch)
-        marks.append(clock.user())
-        for _ in range(2):
-            mean(step(*batch))
-            marks.append(clock.user())
-    begin, compiled, first, second = (after - before for before, after in zip(marks, marks[1:], strict=False))
-    parts = {"model, optimizer, Graph": begin, **compiling.parts(step, compiled)}
-    return {**parts, "binding, first run": first, LATER: second}
 
 
 if __name__ == "__main__":

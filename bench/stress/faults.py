@@ -1,6 +1,6 @@
 """Faults at random moments of training, over shared memory and over gloo: what each rank says, and after how long.
 
-    python bench/stress/faults.py              # about 100 faults on 2 and 3 ranks, and all changes of single ranks
+    python bench/stress/faults.py              # about 100 faults on 2 and 3 ranks
     python bench/stress/faults.py --faults 4   # of each kind and world fewer
     python bench/stress/faults.py --seed 7     # at other moments
 
@@ -10,7 +10,7 @@ call of all ranks must give the right loss, or be refused on all of them until a
 plain PyTorch computes on the whole batch.  Where a rank has ended, all others must say so.
 
 A fault is a function in ``FAULTS``; it may do anything to its rank.  What one rank may do otherwise than the others,
-without any fault, is ``single_rank_changes``'s.  Exits with 1 where one ends otherwise.
+without any fault, is tried in ``tests/runtime/one_sided_checks.py``.  Exits with 1 where one ends otherwise.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ from graphzero.runtime.transport.shared_memory_connect import SWITCH
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
 from _ranks import context, end_with_parent
 from _run import markdown
-
-from stress import single_rank_changes
 
 WAYS = ("memory", "gloo")
 SOON = 10.0  # seconds
@@ -410,23 +408,6 @@ def run(faults: int, seed: int, ranks: list[int], ways: list[str]) -> tuple[str,
     return markdown(["fault", "over", "ranks", "faults", "wrong", "slowest, s"], rows), made, bad
 
 
-def run_changes(seed: int, ranks: list[int], ways: list[str]) -> tuple[str, int, int]:
-    """The same for every change that one rank makes alone."""
-    rows, made, bad = [], 0, 0
-    for way in ways:
-        for count in ranks:
-            with tempfile.TemporaryDirectory() as folder:
-                told = single_rank_changes.run(count, way, seed, folder)
-            firsts = (next((one["wrong"] for one in each if one["wrong"]), "") for each in zip(*told, strict=True))
-            wrong = [text for text in firsts if text]
-            made, bad = made + len(told[0]), bad + len(wrong)
-            longest = max(one["seconds"] for found in told for one in found)
-            rows.append([way, str(count), str(len(told[0])), str(len(wrong)), f"{longest:.1f}"])
-            for text in wrong:
-                print(f"{way}, {text}", file=sys.stderr)
-    return markdown(["changes of one rank, over", "ranks", "changes", "wrong", "slowest, s"], rows), made, bad
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=2, help="of each kind in each world")
@@ -436,10 +417,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     table, made, bad = run(options.faults, options.seed, options.ranks, options.ways)
-    print(f"{table}\n\n{made} faults, {bad} of them ended otherwise than they should\n", flush=True)
-    changes, tried, unnoticed = run_changes(options.seed, options.ranks, options.ways)
-    print(f"{changes}\n\n{tried} changes, {unnoticed} of them ended otherwise than they should")
-    sys.exit(bool(bad or unnoticed))
+    print(f"{table}\n\n{made} faults, {bad} of them ended otherwise than they should")
+    sys.exit(bool(bad))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -36,13 +36,11 @@ import graphzero as gz
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
 from _ranks import context, end_with_parent
-from _run import command, markdown
 
 from stress import user_code_cells as cells
 from stress.user_code_cells import Cell
 from stress.user_programs import PROGRAMS
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "user_code.md"
 SILENT = 120  # seconds without progress that are a hang
 OUTCOMES = ("equal", "warned", "refused", "fault", "left out")  # each is worse than those before it, but the last
 WARNINGS = ("statistics of a micro-batch", "which has no effect")  # what says that a result may differ
@@ -176,45 +174,14 @@ def ended(processes: Sequence[Any]) -> str:
     return f"a process ended with {signals[0]}" if signals else f"no progress within {SILENT} s"
 
 
-# ---- what is printed
+# ---- the command
 
 
-def report(found: Sequence[Outcome], seconds: float) -> str:
-    counts = Counter(one.outcome for one in found)
-    programs = {one.cell.program for one in found}
-    spoiled = {one.cell.program for one in found if one.outcome == "fault"}
-    head = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES)
-    words = [
-        f"{len(programs)} programs, {len(found)} cells in {seconds / 60:.0f} minutes: {head}. "
-        f"{len(programs - spoiled)} programs have no fault.",
-        by_option(found),
-    ]
-    for outcome, title in (("refused", "Refused"), ("warned", "Different, with a warning"), ("fault", "Faults")):
-        rows = grouped([one for one in found if one.outcome == outcome])
-        words += [f"## {title}", markdown(["what is said", "cells", "programs"], rows) if rows else "None."]
-    return "\n\n".join(words) + "\n"
-
-
-def by_option(found: Sequence[Outcome]) -> str:
-    rows = []
-    for option, values in cells.OPTIONS.items():
-        for value in values:
-            counts = Counter(one.outcome for one in found if getattr(one.cell, option) == value)
-            rows.append([f"{option.replace('_', ' ')}: {value}", *(counts[name] for name in OUTCOMES)])
-    return markdown(["option", *OUTCOMES], rows)
-
-
-def grouped(found: Sequence[Outcome]) -> list[list[Any]]:
-    groups: dict[str, list[Outcome]] = defaultdict(list)
-    for one in found:
-        text = re.sub(r"'[^']*'|\"[^\"]*\"|`[^`]*`", "'...'", one.text)
-        groups[re.sub(r"\d[\d.e+-]*", "N", text)].append(one)
-    rows = []
-    for text, members in sorted(groups.items(), key=lambda item: -len(item[1])):
-        names = sorted({one.cell.program for one in members})
-        more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-        rows.append([text.replace("|", "/")[:170], len(members), ", ".join(names[:6]) + more])
-    return rows
+def report(outcomes: Sequence[Outcome], seconds: float) -> str:
+    counts = Counter(one.outcome for one in outcomes)
+    programs = {one.cell.program for one in outcomes}
+    said = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES)
+    return f"{len(programs)} programs, {len(outcomes)} cells in {seconds / 60:.0f} minutes: {said}"
 
 
 def drawn(only: str, count: int | None, seed: int, every: int = 1) -> list[Cell]:
@@ -229,7 +196,6 @@ def main() -> int:
     parser.add_argument("--cells", type=int, help="so many cells of each program; by default all")
     parser.add_argument("--seed", type=int, default=0, help="draws other cells")
     parser.add_argument("--show", action="store_true", help="print each cell's outcome, not only faults")
-    parser.add_argument("--write", action="store_true", help=f"write what is found into {RESULTS.name}")
     options = parser.parse_args()
     os.environ["GRAPHZERO_PROGRESS"] = "off"
     began, found = time.monotonic(), []
@@ -237,12 +203,7 @@ def main() -> int:
         found.append(one)
         if one.outcome == "fault" or options.show:
             print(f"{one.outcome.upper()} {one.cell}\n      {one.text}", flush=True)
-    text = report(found, time.monotonic() - began)
-    print(text)
-    if options.write:
-        line = f"```bash\n{command([word for word in sys.argv if word != '--write'])}\n```"
-        machine = f"torch {torch.__version__}, {os.cpu_count()} cores, no GPU used."
-        RESULTS.write_text(f"# Users' code\n\n{line}\n\n{machine}\n\n{text}")
+    print(report(found, time.monotonic() - began))
     return int(any(one.outcome == "fault" for one in found))
 
 

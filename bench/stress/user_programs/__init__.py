@@ -1,14 +1,12 @@
 """Small training programs in the manner of public bug reports; importing this package registers all of them."""
 
 from stress.user_programs import (  # noqa: F401
-    functions,
     gradients,
     layers,
     losses,
     mid_run,
     numbers,
     optimizers,
-    published,
     state,
     tensors,
 )

@@ -1,26 +1,16 @@
-"""Modules of torch and ways to write modules."""
+"""Layers of torch.nn, modes of modules, ways to make and share weights, and small models of many layers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
-from stress.user_programs.program import (
-    Program,
-    built_by,
-    by_step,
-    classes,
-    flags,
-    floats,
-    mlp,
-    program,
-    square,
-    trained,
-)
+from stress.user_programs.program import Program, adam, built_by, classes, flags, floats, mlp, program, square, trained
 
 
 def module(name: str, make: Callable[[], nn.Module], *shape: int) -> None:
@@ -75,33 +65,6 @@ module("local_response_norm", lambda: nn.Sequential(nn.Conv2d(2, 6, 1), nn.Local
 module("frozen_by_buffers", lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, affine=False)), 5)
 
 
-@program()
-def own_parametrization() -> Program:
-    class Symmetric(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.triu() + x.triu(1).transpose(-1, -2)
-
-    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4))
-    parametrize.register_parametrization(model[0], "weight", Symmetric())
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
-
-
-@program()
-def cached_parametrization() -> Program:
-    class Positive(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.softplus(x)
-
-    model = mlp()
-    parametrize.register_parametrization(model[0], "weight", Positive())
-
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with parametrize.cached():
-            return trained(F.cross_entropy(m(x) + m(-x), y))
-
-    return Program(model, step)
-
-
 @program(floats(4, 8), flags(4))
 def attention_with_padding() -> Program:
     class Model(nn.Module):
@@ -114,20 +77,6 @@ def attention_with_padding() -> Program:
             return (out * keep[..., None]).sum(1) / keep.sum(1, keepdim=True) + weights.mean((1, 2))[:, None]
 
     return Program(Model(), lambda m, x, keep: trained(square(m(x, keep))))
-
-
-@program(floats(4, 8))
-def causal_attention() -> Program:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-            return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-    return Program(Model(), lambda m, x: trained(F.mse_loss(m(x)[:, :-1], x[:, 1:])))
 
 
 @program(classes(10, 6), classes(10, 6))
@@ -165,24 +114,6 @@ def sparse_embedding() -> Program:
 def embedding_with_a_largest_norm() -> Program:
     model = nn.Sequential(nn.Embedding(10, 8, max_norm=1.0), nn.Flatten(), nn.Linear(48, 4))
     return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
-
-
-@program(floats(6, 5), classes(4), flags(6))
-def lstm_over_padded_sequences() -> Program:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.head = nn.LSTMCell(5, 6), nn.Linear(6, 4)
-
-        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-            h = c = x.new_zeros(len(x), 6)
-            for i in range(x.shape[1]):
-                new_h, new_c = self.cell(x[:, i], (h, c))
-                here = keep[:, i, None]
-                h, c = torch.where(here, new_h, h), torch.where(here, new_c, c)
-            return self.head(h)
-
-    return Program(Model(), lambda m, x, y, keep: trained(F.cross_entropy(m(x, keep), y)))
 
 
 @program(floats(6, 5), classes(4))
@@ -242,38 +173,6 @@ def expert_chosen_by_argmax(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 @program()
-def low_rank_adapter_over_frozen_weights() -> Program:
-    class Adapted(nn.Module):
-        def __init__(self, base: nn.Linear) -> None:
-            super().__init__()
-            self.base = base.requires_grad_(False)
-            self.a = nn.Parameter(torch.randn(2, base.in_features) * 0.1)
-            self.b = nn.Parameter(torch.zeros(base.out_features, 2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.base(x) + x @ self.a.t() @ self.b.t() * 2
-
-    model = mlp()
-    model[0], model[2] = Adapted(model[0]), Adapted(model[2])
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
-
-
-@program()
-def lazy_layer_made_by_a_first_batch() -> Program:
-    model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(4))
-    model(torch.zeros(1, 5))
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
-
-
-@program()
-def weights_tied_after_initialising() -> Program:
-    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4))
-    nn.init.orthogonal_(model[0].weight)
-    model[2].weight = model[0].weight
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
-
-
-@program()
 def one_module_under_two_names() -> Program:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -287,47 +186,6 @@ def one_module_under_two_names() -> Program:
             return self.last(x)
 
     return Program(Model(), lambda m, x, y: trained(F.cross_entropy(m(x), y)))
-
-
-@program()
-def made_on_meta_then_reset() -> Program:
-    with torch.device("meta"):
-        model = mlp()
-    model.to_empty(device="cpu")
-    for part in model:
-        if isinstance(part, nn.Linear):
-            part.reset_parameters()
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
-
-
-@program()
-def weights_loaded_by_assignment() -> Program:
-    model, other = mlp(), mlp()
-    model.load_state_dict(other.state_dict(), assign=True)
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
-
-
-@program()
-def weights_of_numpy() -> Program:
-    model = mlp()
-    array = model[0].weight.detach().numpy().copy()
-    model[0].weight = nn.Parameter(torch.from_numpy(array))
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
-
-
-@program()
-def weight_that_is_not_contiguous() -> Program:
-    model = mlp()
-    model[0].weight = nn.Parameter(torch.randn(5, 8).t())
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
-
-
-@program()
-def weights_that_are_views_of_one() -> Program:
-    model, flat = mlp(), torch.randn(80) * 0.3
-    model[0].weight = nn.Parameter(flat[:40].view(8, 5))
-    model[2].weight = nn.Parameter(flat[40:72].view(4, 8))
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
 
 
 @program()
@@ -345,39 +203,106 @@ def deep_copies_of_a_block() -> Program:
     return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
 
 
-@program()
-def method_other_than_forward() -> Program:
+class Norm(nn.Module):
+    """Root mean square norm that computes in float32 at least, as most language models do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-3)).to(x.dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = 8, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.kv, self.o = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+        steps = 10000 ** -(torch.arange(0, width // heads, 2) / (width // heads))
+        self.register_buffer("steps", steps, persistent=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = (part[:, None].expand_as(q) for part in self.kv(x).chunk(2, -1))
+        angles = torch.arange(x.shape[1]).to(self.steps.dtype)[:, None] * self.steps
+        cos, sin = angles.cos().tile(1, 2), angles.sin().tile(1, 2)
+        scores = rotated(q, cos, sin) @ rotated(k, cos, sin).transpose(-1, -2) / math.sqrt(q.shape[-1])
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        if mask is not None:
+            scores = scores + (1 - mask[:, None, None].to(scores.dtype)) * -1e4
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.first, self.second = Attention(), Norm(8), Norm(8)
+        self.gate, self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((8, 12), (8, 12), (12, 8)))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attend(self.first(x), mask)
+        h = self.second(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(10, 8), nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = Norm(8), nn.Linear(8, 10, bias=False)
+        self.apply(self.initialised)
+
+    def initialised(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> dict:
+        x = self.words(input_ids)
+        for block in self.blocks:
+            x = block(x, attention_mask)
+        logits = self.head(self.norm(x))
+        if labels is None:
+            return {"logits": logits}
+        flat = logits[:, :-1].reshape(-1, 10), labels[:, 1:].reshape(-1)
+        return {"loss": F.cross_entropy(*flat, ignore_index=-100), "logits": logits}
+
+
+def speak(model: nn.Module, **inputs: Tensor) -> dict:
+    out = model(**inputs)
+    out["loss"].backward()
+    return out
+
+
+@program(input_ids=classes(10, 6), labels=classes(10, 6))
+def language_model() -> Program:
+    model = Language()
+    return Program(model, speak, [adam(model.parameters())])
+
+
+@program(floats(5))
+def vector_quantised() -> Program:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = mlp()
+            self.encode, self.decode, self.codes = mlp(5, 4), mlp(4, 5), nn.Embedding(6, 4)
 
-        def training_step(self, x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(self.body(x), y)
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            z = self.encode(x)
+            apart = z.pow(2).sum(1, keepdim=True) - 2 * z @ self.codes.weight.t() + self.codes.weight.pow(2).sum(1)
+            code = self.codes(apart.argmin(1))
+            kept = F.mse_loss(code, z.detach()) + 0.25 * F.mse_loss(z, code.detach())
+            return self.decode(z + (code - z).detach()), kept
 
-        def forward(self, x: Tensor) -> Tensor:
-            raise NotImplementedError
+    def step(m: nn.Module, x: Tensor) -> Tensor:
+        made, kept = m(x)
+        return trained(F.mse_loss(made, x) + kept)
 
-    return Program(Model(), lambda m, x, y: trained(m.training_step(x, y)))
-
-
-@built_by(by_step)
-def weights_read_without_the_module(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    weights = dict(m.named_parameters())
-    h = torch.tanh(torch.addmm(weights["0.bias"], x, weights["0.weight"].t()))
-    decay = sum(p.pow(2).sum() for p in m.parameters())
-    return trained(F.cross_entropy(h @ weights["2.weight"].t(), y) + 1e-2 * decay)
-
-
-@program(floats(3, 8, 8))
-def autoencoder_with_skip() -> Program:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.down, self.up = nn.Conv2d(3, 6, 3, 2, 1), nn.ConvTranspose2d(6, 3, 4, 2, 1)
-            self.mix = nn.Conv2d(6, 3, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.mix(torch.cat([x, self.up(F.relu(self.down(x)))], 1))
-
-    return Program(Model(), lambda m, x: trained(F.smooth_l1_loss(m(x), x)))
+    return Program(Model(), step)

@@ -8,17 +8,13 @@ from torch import Tensor, nn
 
 from stress.user_programs.program import (
     Program,
-    adam,
     built_by,
     by_step,
     classes,
-    each,
     flags,
     floats,
     mlp,
     program,
-    sgd,
-    square,
     trained,
 )
 
@@ -28,63 +24,6 @@ WEIGHTS = [0.2, 1.0, 3.0, 0.5]
 def of(loss) -> Program:
     """A program of a loss of four logits and a target."""
     return Program(mlp(), lambda m, x, y: trained(loss(m(x), y)))
-
-
-@program()
-def cross_entropy_with_class_weights() -> Program:
-    return of(nn.CrossEntropyLoss(torch.tensor(WEIGHTS)))
-
-
-@program()
-def cross_entropy_with_weights_and_smoothing() -> Program:
-    weight = torch.tensor(WEIGHTS)
-    return of(lambda out, y: F.cross_entropy(out, y, weight=weight, label_smoothing=0.05))
-
-
-@program()
-def cross_entropy_with_weights_smoothing_and_ignored() -> Program:
-    return of(nn.CrossEntropyLoss(torch.tensor(WEIGHTS), ignore_index=2, label_smoothing=0.1))
-
-
-@program()
-def cross_entropy_of_a_sum() -> Program:
-    return of(nn.CrossEntropyLoss(reduction="sum"))
-
-
-@program()
-def cross_entropy_per_row_by_hand() -> Program:
-    weight = torch.tensor(WEIGHTS)
-
-    def loss(out: Tensor, y: Tensor) -> Tensor:
-        rows, weights = F.cross_entropy(out, y, reduction="none"), weight[y]
-        return (rows * weights).sum() / weights.sum()
-
-    return of(loss)
-
-
-@program()
-def class_weights_in_a_buffer() -> Program:
-    model = mlp()
-    model.register_buffer("weight", torch.tensor(WEIGHTS))
-
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        rows, weights = F.cross_entropy(m(x), y, reduction="none"), m.weight[y]
-        return trained((rows * weights).sum() / weights.sum())
-
-    return Program(model, step)
-
-
-@program()
-def class_weights_in_a_frozen_parameter() -> Program:
-    model = nn.ModuleDict({"body": mlp()})
-    model["weight"] = nn.ParameterList([nn.Parameter(torch.tensor(WEIGHTS), requires_grad=False)])
-
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        weight = m["weight"][0]
-        rows, weights = F.cross_entropy(m["body"](x), y, reduction="none"), weight[y]
-        return trained((rows * weights).sum() / weights.sum())
-
-    return Program(model, step)
 
 
 @built_by(of)
@@ -104,12 +43,6 @@ def cross_entropy_of_tokens() -> Program:
 
 
 @built_by(by_step, floats(6, 5), classes(4, 6), flags(6))
-def tokens_of_a_mask(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
-    rows = F.cross_entropy(m(x).flatten(0, 1), y.flatten(), reduction="none").view_as(y)
-    return trained((rows * keep).sum() / keep.sum())
-
-
-@built_by(by_step, floats(6, 5), classes(4, 6), flags(6))
 def labels_masked_with_minus_hundred(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
     labels = y.masked_fill(~keep, -100)
     logits, labels = m(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
@@ -121,18 +54,6 @@ def labels_masked_with_minus_hundred(m: nn.Module, x: Tensor, y: Tensor, keep: T
 def mean_of_rows_of_means(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
     rows = F.cross_entropy(m(x).flatten(0, 1), y.flatten(), reduction="none").view_as(y)
     return trained(((rows * keep).sum(1) / keep.sum(1)).mean())
-
-
-@program(floats(5), floats(4))
-def binary_with_positive_weights() -> Program:
-    loss = nn.BCEWithLogitsLoss(pos_weight=torch.tensor(WEIGHTS))
-    return Program(mlp(), lambda m, x, y: trained(loss(m(x), (y > 0).to(x.dtype))))
-
-
-@built_by(of)
-def focal_loss(out: Tensor, y: Tensor) -> Tensor:
-    logs = out.log_softmax(-1).gather(1, y[:, None])[:, 0]
-    return -((1 - logs.exp()) ** 2 * logs).mean()
 
 
 @built_by(of)
@@ -161,14 +82,6 @@ def nt_xent(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
     alike = alike.masked_fill(torch.eye(len(both), dtype=torch.bool), -1e9)
     pairs = torch.arange(len(both)).roll(len(x))
     return trained(F.cross_entropy(alike, pairs))
-
-
-@built_by(of)
-def supervised_contrastive(out: Tensor, y: Tensor) -> Tensor:
-    z = F.normalize(out, dim=1)
-    same = (y[:, None] == y[None]).to(out.dtype) - torch.eye(len(y))
-    logs = (z @ z.t() / 0.5 - 1e9 * torch.eye(len(y))).log_softmax(1)
-    return -((same * logs).sum(1) / same.sum(1).clamp(min=1)).mean()
 
 
 @built_by(by_step, floats(5), floats(5))
@@ -202,20 +115,6 @@ def hardest_triplets(out: Tensor, y: Tensor) -> Tensor:
     return F.relu(far - near + 1.0).mean()
 
 
-@program()
-def teacher_without_gradients() -> Program:
-    model = nn.ModuleDict({"student": mlp(), "teacher": mlp(hidden=12).eval().requires_grad_(False)})
-
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            wanted = (m["teacher"](x) / 2).log_softmax(-1)
-        out = m["student"](x)
-        soft = F.kl_div((out / 2).log_softmax(-1), wanted, reduction="batchmean", log_target=True) * 4
-        return trained(0.5 * soft + 0.5 * F.cross_entropy(out, y))
-
-    return Program(model, step, [sgd(model["student"].parameters())])
-
-
 @built_by(by_step, floats(5), classes(4), floats())
 def policy_gradient(m: nn.Module, x: Tensor, action: Tensor, reward: Tensor) -> Tensor:
     advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
@@ -240,29 +139,6 @@ def clipped_policy_ratio() -> Program:
     return Program(model, step)
 
 
-@program(floats(5), classes(4), floats(), floats(5), flags())
-def q_learning() -> Program:
-    model = nn.ModuleDict({"online": mlp(), "target": mlp().requires_grad_(False)})
-
-    def step(m: nn.Module, x: Tensor, action: Tensor, reward: Tensor, after: Tensor, ends: Tensor) -> Tensor:
-        value = m["online"](x).gather(1, action[:, None]).squeeze(1)
-        with torch.no_grad():
-            best = m["online"](after).argmax(1, keepdim=True)
-            wanted = reward + 0.9 * m["target"](after).gather(1, best).squeeze(1) * ~ends
-        return trained(F.smooth_l1_loss(value, wanted))
-
-    return Program(model, step, [adam(model["online"].parameters())])
-
-
-@built_by(by_step, floats(6, 5), floats(6))
-def returns_by_a_loop(m: nn.Module, x: Tensor, reward: Tensor) -> Tensor:
-    total, returns = torch.zeros(len(x)), []
-    for t in reversed(range(reward.shape[1])):
-        total = reward[:, t] + 0.9 * total
-        returns.insert(0, total)
-    return trained(F.mse_loss(m(x)[..., 0], torch.stack(returns, 1)))
-
-
 @program(floats(5), floats(5))
 def preference_pairs() -> Program:
     model = nn.ModuleDict({"policy": mlp(made=1), "reference": mlp(made=1).requires_grad_(False)})
@@ -274,16 +150,6 @@ def preference_pairs() -> Program:
         return trained(-F.logsigmoid(0.5 * margin).mean()), (margin > 0).to(margin.dtype).mean()
 
     return Program(model, step)
-
-
-@built_by(lambda step: Program(nn.ModuleDict({"encode": mlp(made=6), "decode": mlp(3, 5)}), step), floats(5), floats(3))
-def variational_autoencoder(m: nn.Module, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    mean, log = m["encode"](x).chunk(2, -1)
-    made = m["decode"](mean + noise * (0.5 * log).exp())
-    match = F.mse_loss(made, x, reduction="sum") / len(x)
-    divergence = -0.5 * (1 + log - mean.pow(2) - log.exp()).sum(1).mean()
-    trained(match + 0.1 * divergence)
-    return match, divergence
 
 
 @program(floats(3, 8), floats(3, 8), classes(10))
@@ -301,24 +167,11 @@ def diffusion() -> Program:
     return Program(model, step)
 
 
-@built_by(by_step, floats(5), each(0.0, 0.5, 1.0))
-def annealed_weight_of_a_loss(m: nn.Module, x: Tensor, weight: float) -> Tensor:
-    out = m(x)
-    return trained(square(out) + weight * out.abs().mean())
-
-
 @built_by(lambda step: Program(mlp(made=12), step), floats(5), floats(4))
 def mixture_density(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     logits, mean, log = m(x).chunk(3, -1)
     parts = torch.distributions.Normal(mean, log.exp()).log_prob(y[:, :1]) + logits.log_softmax(-1)
     return trained(-torch.logsumexp(parts, -1).mean())
-
-
-@built_by(by_step, floats(5), classes(4))
-def mixup(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    share, other = 0.3, torch.arange(len(x)).flip(0)
-    out = m(share * x + (1 - share) * x[other])
-    return trained(share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[other]))
 
 
 @built_by(by_step, floats(5), classes(4))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,6 @@ from stress.user_programs.program import (
     floats,
     mlp,
     program,
-    square,
     trained,
 )
 
@@ -34,20 +33,6 @@ def of(loss, **facts: Any) -> Program:
 @program(floats(5), classes(4), TIMES)
 def float_that_scales() -> Program:
     return of(lambda out, y, t: F.cross_entropy(out * t + (1 - t) ** 2, y) + t)
-
-
-@program(floats(5), classes(4), TIMES)
-def float_that_is_asked_for_its_type() -> Program:
-    return of(lambda out, y, t: F.cross_entropy(out * t if isinstance(t, float) else out * 100, y))
-
-
-@built_by(of, floats(5), classes(4), TIMES)
-def float_among_numbers_by_type(out: Tensor, y: Tensor, t: Any) -> Tensor:
-    match t:
-        case float():
-            return F.cross_entropy(out * t, y)
-        case _:
-            return F.cross_entropy(out * 100, y)
 
 
 @program(floats(5), classes(4), TIMES)
@@ -76,16 +61,6 @@ def float_that_a_loss_takes() -> Program:
 
 
 @program(floats(5), classes(4), TIMES)
-def float_of_a_distribution() -> Program:
-    return of(lambda out, y, t: -torch.distributions.Normal(out, t).log_prob(out.detach() + 1).mean())
-
-
-@program(floats(5), classes(4), TIMES)
-def float_that_smooths_labels() -> Program:
-    return of(lambda out, y, t: F.cross_entropy(out, y, label_smoothing=t / 10))
-
-
-@program(floats(5), classes(4), TIMES)
 def float_of_a_slope() -> Program:
     return of(lambda out, y, t: F.cross_entropy(F.leaky_relu(out, t), y) + F.elu(out, alpha=t).mean())
 
@@ -93,62 +68,6 @@ def float_of_a_slope() -> Program:
 @program(floats(5), classes(4), TIMES)
 def float_made_a_tensor() -> Program:
     return of(lambda out, y, t: F.cross_entropy(out * torch.tensor(t) + torch.full_like(out, t), y))
-
-
-@program(floats(5), classes(4), each(1, 2, 3))
-def integer_that_scales() -> Program:
-    return of(lambda out, y, t: F.cross_entropy(out / t, y))
-
-
-@built_by(by_step, floats(5), classes(4), each(1, 2, 1))
-def integer_that_counts_layers(m: nn.Module, x: Tensor, y: Tensor, n: int) -> Tensor:
-    h = m[:2](x)
-    for _ in range(n):
-        h = h + torch.tanh(h)
-    return trained(F.cross_entropy(m[2](h), y))
-
-
-@program(floats(5), classes(4), each(True, False, True))
-def flag_that_chooses() -> Program:
-    return of(lambda out, y, t: F.cross_entropy(out, y) if t else square(out))
-
-
-@program(floats(5), classes(4), each("ce", "mse", "ce"))
-def name_of_a_loss() -> Program:
-    return of(lambda out, y, t: {"ce": F.cross_entropy, "mse": lambda o, y: square(o)}[t](out, y))
-
-
-@program(floats(5), classes(4), each(None, 1.0, None))
-def optional_number() -> Program:
-    return of(lambda out, y, t: F.cross_entropy(out, y) if t is None else F.cross_entropy(out * 3 + t, y))
-
-
-@program(floats(5), classes(4), each(1 + 0.5j, 0.25j, 1 + 0j))
-def complex_input() -> Program:
-    return of(lambda out, y, t: F.cross_entropy((out * t).abs(), y))
-
-
-@program(floats(5), labels=classes(4), scale=each(0.5, 1.0))
-def keyword_inputs() -> Program:
-    return Program(mlp(), lambda m, x, labels=None, scale=2.0: trained(F.cross_entropy(m(x) * scale, labels)))
-
-
-@program(lambda generator, step: {"x": floats(5)(generator, step), "y": [classes(4)(generator, step), None]})
-def nested_inputs() -> Program:
-    return Program(mlp(), lambda m, batch: trained(F.cross_entropy(m(batch["x"]), batch["y"][0])))
-
-
-@program()
-def named_tuple_output() -> Program:
-    class Out(NamedTuple):
-        loss: Tensor
-        logits: Tensor
-
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Out:
-        out = m(x)
-        return Out(trained(F.cross_entropy(out, y)), out)
-
-    return Program(mlp(), step)
 
 
 @dataclass
@@ -162,20 +81,6 @@ class Output:
 def dataclass_output(m: nn.Module, x: Tensor, y: Tensor) -> Output:
     out = m(x)
     return Output(trained(F.cross_entropy(out, y)), out, [out[:, :1]])
-
-
-@program()
-def dataclass_between_modules() -> Program:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-
-        def forward(self, x: Tensor, y: Tensor) -> Output:
-            logits = self.body(x)
-            return Output(F.cross_entropy(logits, y), logits)
-
-    return Program(Model(), lambda m, x, y: trained(m(x, y).loss))
 
 
 @program()
@@ -257,13 +162,6 @@ def running_mean_in_a_plain_tensor() -> Program:
         return trained(loss - mean)
 
     return Program(mlp(), step, watched={"mean": mean})
-
-
-@built_by(by_step)
-def shapes_computed_with(m: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
-    rows, width = x.shape
-    out = m(x.reshape(rows // 2, 2, width)).view(rows, -1)
-    return trained(F.cross_entropy(out, y, reduction="sum") / rows / math.log(out.size(1))), out.numel()
 
 
 @program(floats(5), classes(4), each(3, 4, 5))

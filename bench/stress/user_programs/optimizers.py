@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from stress.user_programs.program import Program, adam, built_by, by_step, floats, mlp, program, sgd, square, trained
+from stress.user_programs.program import Program, adam, mlp, program, sgd, trained
 
 
 def classify(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -93,20 +93,6 @@ for where in ("group", "attribute", "list", "state", "tensor"):
 
 
 @program()
-def optimizer_around_an_optimizer() -> Program:
-    class Lookahead(Optimizer):
-        def __init__(self, inner: Optimizer) -> None:
-            self.inner = inner
-            super().__init__(inner.param_groups, inner.defaults)
-            self.param_groups, self.state = inner.param_groups, inner.state
-
-        def step(self, closure: Any = None) -> None:
-            self.inner.step()
-
-    return trained_by(lambda p: Lookahead(sgd(p)))
-
-
-@program()
 def lookahead_with_slow_weights() -> Program:
     class Lookahead(Optimizer):
         def __init__(self, inner: Optimizer) -> None:
@@ -162,35 +148,6 @@ def optimizer_that_reads_its_defaults() -> Program:
 
 
 @program()
-def optimizer_with_masks_in_its_state() -> Program:
-    class Masked(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    state = self.state[p]
-                    if "mask" not in state:
-                        state["mask"] = torch.zeros_like(p, dtype=torch.bool)
-                    state["mask"] |= p.grad.abs() > 0.01
-                    p.sub_(group["lr"] * torch.where(state["mask"], p.grad, torch.zeros_like(p)))
-
-    return trained_by(lambda p: Masked(p, 0.1))
-
-
-@program()
-def norms_of_layers_in_the_optimizer() -> Program:
-    class Lars(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    trust = torch.where(p.norm() > 0, p.norm() / (p.grad.norm() + 1e-3), torch.ones(()))
-                    p.sub_(group["lr"] * 0.1 * trust * p.grad)
-
-    return trained_by(lambda p: Lars(p, 0.1))
-
-
-@program()
 def gradient_norm_over_all_in_the_optimizer() -> Program:
     class Normed(torch.optim.SGD):
         @torch.no_grad()
@@ -217,58 +174,6 @@ def step_hooks_of_an_optimizer() -> Program:
 
     optimizer.register_step_post_hook(clamp)
     return Program(model, classify, [optimizer])
-
-
-@program()
-def groups_with_and_without_decay() -> Program:
-    model = mlp()
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    biases = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": weights, "weight_decay": 0.1, "name": "weights"}, {"params": biases, "lr": 0.05}]
-    return Program(model, classify, [torch.optim.AdamW(groups, lr=0.01, eps=1e-3, weight_decay=0.0)])
-
-
-@program()
-def optimizer_of_named_parameters() -> Program:
-    model = mlp()
-    return Program(model, classify, [torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)])
-
-
-@program()
-def optimizer_of_one_parameter() -> Program:
-    model = mlp()
-    return Program(model, classify, [adam([model[0].weight])])
-
-
-@program(floats(5), floats(3))
-def adversarial_pair_of_networks() -> Program:
-    model = nn.ModuleDict({"make": mlp(3, 5), "judge": mlp(5, 1)})
-
-    def step(m: nn.Module, real: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        fake = m["make"](noise)
-        judged = F.softplus(-m["judge"](real)).mean() + F.softplus(m["judge"](fake.detach())).mean()
-        judged.backward()
-        m["judge"].requires_grad_(False)
-        fooled = F.softplus(-m["judge"](fake)).mean()
-        fooled.backward()
-        m["judge"].requires_grad_(True)
-        return judged, fooled
-
-    return Program(model, step, [adam(model["make"].parameters()), adam(model["judge"].parameters())])
-
-
-@built_by(lambda step: Program(nn.ModuleDict({"critic": mlp(5, 1)}), step), floats(5), floats(5))
-def critic_with_gradient_penalty(m: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
-    between = (0.3 * real + 0.7 * fake).requires_grad_()
-    (slope,) = torch.autograd.grad(m["critic"](between).sum(), between, create_graph=True)
-    penalty = (slope.norm(dim=1) - 1).pow(2).mean()
-    return trained(m["critic"](fake).mean() - m["critic"](real).mean() + penalty)
-
-
-@program()
-def two_optimizers_of_one_loss() -> Program:
-    model = mlp()
-    return Program(model, classify, [adam(model[0].parameters()), sgd(model[2].parameters())])
 
 
 @program()
@@ -344,24 +249,6 @@ def average_by_a_copy_between_steps() -> Program:
     return Program(model, classify, between=between, writes=True, watched={"slow": list(slow.parameters())})
 
 
-@built_by(by_step)
-def loss_scaled_by_hand(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.cross_entropy(m(x), y)
-    (loss * 128.0).backward()
-    for p in m.parameters():
-        p.grad.div_(128.0)
-    return loss
-
-
-@built_by(by_step)
-def step_skipped_where_gradients_are_not_finite(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    loss = trained(F.cross_entropy(m(x), y))
-    finite = torch.stack([p.grad.isfinite().all() for p in m.parameters()]).all()
-    for p in m.parameters():
-        p.grad = torch.where(finite, p.grad, torch.zeros_like(p.grad))
-    return loss
-
-
 @program()
 def optimizer_stepped_within_the_step() -> Program:
     model = mlp()
@@ -374,8 +261,3 @@ def optimizer_stepped_within_the_step() -> Program:
         return trained(F.cross_entropy(m(x), y)) + loss
 
     return Program(model, step, [optimizer])
-
-
-@program(floats(5), floats(4))
-def weights_regressed_without_an_optimizer_state() -> Program:
-    return Program(mlp(), lambda m, x, y: trained(square(m(x) - y)))

@@ -15,7 +15,6 @@ from stress.user_programs.program import (
     floats,
     mlp,
     program,
-    sgd,
     square,
     trained,
 )
@@ -50,24 +49,10 @@ def write_at_labels(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 @built_by(of)
-def write_into_zeros_row_by_row(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    made = torch.zeros(4, len(out))
-    for i in range(4):
-        made[i] = out[:, i] * (i + 1)
-    return F.cross_entropy(made.t(), y)
-
-
-@built_by(of)
 def masked_assignment(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     out = out * 1
     out[x[:, :4] > 0] = 0.0
     return square(out) + F.cross_entropy(out, y)
-
-
-@built_by(of)
-def scatter_and_gather(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    hot = torch.zeros_like(out).scatter_(1, y[:, None], 1.0)
-    return square((out - hot).gather(1, out.argsort(1))) + out.scatter_add(1, y[:, None], x[:, :1]).abs().mean()
 
 
 @built_by(of)
@@ -114,45 +99,10 @@ def spectral_layer() -> Program:
     return Program(Model(), lambda m, x: trained(F.mse_loss(m(x), x)))
 
 
-@built_by(of)
-def zero_dim_values(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    scale, shift = torch.tensor(2.0), torch.ones(())
-    total = out.sum() / torch.tensor(out.numel())
-    return (F.cross_entropy(out * scale + shift, y) + total).reshape(1).squeeze()
-
-
-@built_by(of)
-def empty_parts(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    none = out[:, 4:]
-    return F.cross_entropy(torch.cat([out, none], 1), y) + none.sum() + x.new_zeros(0).sum()
-
-
-@program(floats(3, 5), floats(4, 5))
-def einsum_with_dots() -> Program:
-    model = nn.ParameterDict({"w": torch.randn(5, 5) * 0.4, "v": torch.randn(3) * 0.4})
-
-    def step(m: nn.Module, a: Tensor, b: Tensor) -> Tensor:
-        scores = torch.einsum("bqi,ij,bkj->bqk", a, m["w"], b)
-        return trained(square(torch.einsum("...qk,q->...k", scores.softmax(-1), m["v"])))
-
-    return Program(model, step)
-
-
-@built_by(by_step, floats(4, 5))
-def inputs_that_are_not_contiguous(m: nn.Module, x: Tensor) -> Tensor:
-    turned = x.transpose(1, 2).flip(2)[:, :, ::2]
-    return trained(square(m(turned.transpose(1, 2))) + square(turned.reshape(len(x), -1)[:, ::3]))
-
-
 @built_by(by_step, floats(4, 5))
 def strides_set_by_hand(m: nn.Module, x: Tensor) -> Tensor:
     windows = x.unfold(1, 2, 1)
     return trained(square(m(windows.mean(-1))) + square(m(x).as_strided((2, 4), (4, 1))))
-
-
-@built_by(of)
-def double_within_single(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(out.double(), y).to(out.dtype) + out.half().float().mean().to(out.dtype)
 
 
 @built_by(of)
@@ -207,18 +157,6 @@ def rows_in_another_order(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 @built_by(of)
-def halves_of_the_batch(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    a, b = out.chunk(2)
-    return F.mse_loss(a, b) + square(out[::2]) + F.cross_entropy(out[: len(out) // 2], y[: len(y) // 2])
-
-
-@built_by(of)
-def batch_folded_into_channels(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    folded = out.reshape(1, -1, 2)
-    return square(folded.transpose(1, 2).softmax(1)) + square(out.t().contiguous().view(2, -1).cumsum(0))
-
-
-@built_by(of)
 def linear_algebra(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     m = out.view(-1, 2, 2)
     spd = m @ m.transpose(1, 2) + torch.eye(2, dtype=m.dtype)
@@ -229,12 +167,6 @@ def linear_algebra(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
 @built_by(by_step)
 def singular_values_of_a_weight(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return trained(F.cross_entropy(m(x), y) + 0.01 * torch.linalg.svdvals(m[0].weight).sum())
-
-
-@built_by(of)
-def ridge_regression_in_the_step(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    gram = out.t() @ out + 0.5 * torch.eye(4)
-    return F.mse_loss(out @ torch.linalg.solve(gram, out.t() @ x), x)
 
 
 @built_by(by_step)
@@ -258,31 +190,6 @@ def nan_rows_replaced(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 @program()
-def activations_in_place() -> Program:
-    model = nn.Sequential(
-        nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.SiLU(inplace=True), nn.Linear(8, 4)
-    )
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x).add_(1).mul_(0.5), y)))
-
-
-@built_by(of)
-def loop_until_a_size(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    while out.shape[1] < 16:
-        out = torch.cat([out, out.tanh() + x[:, :1]], 1)
-    return square(out) + F.cross_entropy(out[:, :4], y)
-
-
-@program()
-def constants_of_tensors() -> Program:
-    table = torch.arange(12.0).view(4, 3) / 12
-
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return square(out @ table) + F.cross_entropy(out + torch.tensor([0.1, 0.2, 0.3, 0.4]), y)
-
-    return of(loss)
-
-
-@program()
 def searched_and_binned() -> Program:
     edges = torch.linspace(-1, 1, 3)
 
@@ -290,25 +197,3 @@ def searched_and_binned() -> Program:
         return F.cross_entropy(out, torch.bucketize(x[:, 0], edges)) + square(out.diff(dim=1))
 
     return of(loss)
-
-
-@built_by(of)
-def tensors_split_unequally(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    a, b = out.split([1, 3], dim=1)
-    parts = torch.stack(out.unbind(1)[::-1], 1)
-    return (a * b).pow(2).mean() + F.cross_entropy(parts, y) + square(torch.hstack([a, b]).tile(1, 2))
-
-
-@program()
-def sgd_by_hand_within_the_step() -> Program:
-    model = nn.ModuleDict({"trained": mlp(), "fixed": mlp()})
-
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        loss = trained(F.cross_entropy(m["trained"](x) + m["fixed"](x), y))
-        with torch.no_grad():
-            for p in m["fixed"].parameters():
-                p.sub_(0.1 * p.grad)
-                p.grad = None
-        return loss
-
-    return Program(model, step, [sgd(model["trained"].parameters())])

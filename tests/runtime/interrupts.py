@@ -1,8 +1,5 @@
 """Ctrl-C at chosen instructions of a Graph's calls: afterwards all must work, or be refused with the reason.
 
-    python bench/stress/interrupts.py                        # 300 of the places of each kind of call
-    python bench/stress/interrupts.py --places 0 --only step # every place of a later step
-
 Python handles a signal between two instructions: as a function begins, behind a call, at the end of a turn of a loop.
 All such places of a call in graphzero, and in torch's and Python's context managers, are written down in an undisturbed
 run.  Then, one after another, the signal is raised at a place, by C code as the kernel's handler does, so that
@@ -12,13 +9,10 @@ KeyboardInterrupt comes exactly where it may.  Behind it, while the exception is
 * another Graph, and plain torch, work;
 * the same call again gives what it gives undisturbed, from the same state; or, where the update was under way, it is
   refused with the sentence that says so, until a checkpoint has been loaded.
-
-Exits with 1 where one ends otherwise.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import ctypes
 import dis
@@ -27,7 +21,6 @@ import random
 import signal
 import sys
 import tempfile
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -42,9 +35,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import graphzero as gz
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
-from _run import markdown
 
 CHECKED = frozenset({"RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "CALL_KW"})  # where signals are handled
 WATCHED = (
@@ -267,12 +257,9 @@ def trial(name: str, at: int) -> tuple[str, str]:
             USED[name] = subject
         return end, where
     except BaseException as wrong_one:
-        last = "".join(traceback.format_exception(wrong_one)[-9:])
-        return f"then {type(wrong_one).__name__}: {str(wrong_one)[:160]} {last if VERBOSE else ''}", where
+        return f"then {type(wrong_one).__name__}: {str(wrong_one)[:160]}", where
 
 
-VERBOSE = False
-AT: list[int] = []
 USED: dict[str, Subject] = {}  # one that has been interrupted, and works
 OTHER: dict[str, Train] = {}
 
@@ -319,45 +306,19 @@ def sweep(name: str, count: int, seed: int) -> Iterator[tuple[int, str, str]]:
     subject = Subject(steps)
     if steps:
         subject.step()
-    places = AT or places_of(lambda: work(subject))
+    places = places_of(lambda: work(subject))
     if count and len(places) > count:
         places = sorted(random.Random(seed).sample(places, count))
     for at in places:
         yield at, *trial(name, at)
 
 
-def run(names: list[str], count: int, seed: int) -> tuple[str, list[str]]:
-    """A table by kind of call, and a line for each interrupt that ended otherwise than it should."""
-    rows, bad = [], []
+def run_sweep(name: str, count: int, seed: int) -> list[str]:
+    """A line for each interrupt that ended otherwise than it should.  count: of the places; 0: all."""
+    bad = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in names:
-            ends = {"worked": 0, "refused": 0, "unnoticed": 0, "wrong": 0}
-            for at, end, where in sweep(name, count, seed):
-                ends[end if end in ends else "wrong"] += 1
-                if end not in ends:
-                    bad.append(f"{name}, {at}, {where}: {end}")
-                    print(bad[-1], flush=True)
-            rows.append((name, sum(ends.values()), *ends.values()))
-    return markdown(["interrupted", "places", "works", "refused till loaded", "not raised", "wrong"], rows), bad
-
-
-def main() -> None:
-    global VERBOSE
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--places", type=int, default=300, help="of each kind of call; 0: all")
-    parser.add_argument("--only", nargs="+", default=list(WORKS), choices=WORKS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--at", type=int, nargs="+", default=[], help="these places alone")
-    parser.add_argument("--verbose", action="store_true")
-    options = parser.parse_args()
-    VERBOSE = options.verbose
-    AT[:] = options.at
-    torch.set_num_threads(1)
-    table, bad = run(options.only, options.places, options.seed)
-    print(f"\n{table}\n\n{len(bad)} interrupts ended otherwise than they should")
-    sys.exit(bool(bad))
-
-
-if __name__ == "__main__":
-    main()
+        for at, end, where in sweep(name, count, seed):
+            if end not in ("worked", "refused", "unnoticed"):
+                bad.append(f"{name}, {at}, {where}: {end}")
+    return bad

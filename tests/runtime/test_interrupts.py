@@ -2,10 +2,10 @@
 
 import gc
 
+import interrupts
 import pytest
 import torch
-from stress import interrupts
-from stress.interrupts import SAVED, WORKS, Subject, X, know_undisturbed, run
+from interrupts import SAVED, WORKS, Subject, X, know_undisturbed, run_sweep
 from torch import nn
 
 import graphzero as gz
@@ -15,13 +15,11 @@ from graphzero.runtime.state.modules import replace_tensor, tensors
 
 @pytest.mark.parametrize("name", [name for name in WORKS if name not in ("first step", "compile", "check")])
 def test_an_interrupt_at_any_place_leaves_all_as_before_or_is_refused_until_a_load(name):
-    _, bad = run([name], 12, 0)
-    assert not bad
+    assert not run_sweep(name, 12, 0)
 
 
 def test_an_interrupted_capture_leaves_torch_as_it_was_and_the_same_call_works_then():
-    _, bad = run(["first step"], 4, 0)
-    assert not bad
+    assert not run_sweep("first step", 4, 0)
 
 
 def test_an_interrupt_as_a_turn_is_taken_or_ends_leaves_it_free():
