@@ -242,7 +242,7 @@ def test_what_is_recomputed_for_backward_may_check(reentrant):
     class Recomputes(CheckedGraph):
         def build(self, x, y):
             def checked(h):
-                if (h.abs() > 1e3).any() and not h.isnan().all():
+                if (h.abs() > 1e3).any():
                     raise ValueError("inside")
                 if h.sum().item() > 1e9:
                     raise ValueError("sum")

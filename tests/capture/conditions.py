@@ -128,72 +128,12 @@ def loops(x):
     return 1
 
 
-# ---- several values
-
-
-def one_or_other(x, y):
+def one_or_other(x, y=True):
     assert x or y, "neither"
     return 1
 
 
-def both_are_bad(x, y):
+def both_are_bad(x, y=True):
     if x and y:
         raise ValueError("both")
     return 1
-
-
-def last_of_a_function(x, y):
-    if x and not y:
-        raise ValueError("the last")
-
-
-def one_and_one_of_two(x, y):
-    if x and (y or y):
-        raise ValueError("one and one")
-    return 1
-
-
-def two_pairs(x, y):
-    if (x and y) or (y and x):
-        raise ValueError("a pair")
-    return 1
-
-
-def stores_between(x, y):
-    if x and (z := y):
-        raise ValueError("kept")
-    return z
-
-
-def tells_between(x, y):
-    if x:
-        print("looks")
-        if y:
-            raise ValueError("told")
-    return 1
-
-
-def in_a_loop(x, y):
-    for one in (x, x):
-        if one and y:
-            raise ValueError("again")
-    return 1
-
-
-def entered_from_elsewhere(x, y, flag=False):
-    if (flag or x) and y:
-        raise ValueError("by two ways")
-    return 1
-
-
-def returns_another(x, y):
-    if x:
-        if y:
-            raise ValueError("both")
-        return 2
-    return 1
-
-
-def kept_of_two(x, y):
-    z = x and y
-    assert z

@@ -6,7 +6,7 @@ import sys
 import conditions
 import pytest
 
-from graphzero.capture.host_values.branches import CheckOperand, check_at
+from graphzero.capture.host_values.branches import check_at
 
 
 class Asked:
@@ -60,6 +60,8 @@ def test_a_condition_that_only_raises_is_a_check_with_the_words_of_its_source(fu
         conditions.either,
         conditions.asks_for_it,
         conditions.loops,
+        conditions.one_or_other,
+        conditions.both_are_bad,
     ],
 )
 def test_a_condition_that_does_anything_else_is_no_check(function):
@@ -76,42 +78,3 @@ def test_code_without_source_is_a_check_without_words():
     found = found_in(names["f"])
     assert found.when is False
     assert found.message == "a check"
-
-
-def parts_of(function, x=True, y=True):
-    """What is found for the first value that is looked at, and where the second is looked at."""
-    one, other = Asked(x), Asked(y)
-    with contextlib.suppress(AssertionError, ValueError, KeyError, UnboundLocalError):
-        function(one, other)
-    return one.found, other.found
-
-
-@pytest.mark.parametrize(
-    ("function", "on", "message"),
-    [
-        (conditions.one_or_other, False, "AssertionError: neither"),
-        (conditions.both_are_bad, True, "ValueError: both"),
-        (conditions.last_of_a_function, True, "ValueError: the last"),
-        (conditions.one_and_one_of_two, True, "ValueError: one and one"),
-    ],
-)
-def test_a_value_on_which_others_are_looked_at_is_a_part_of_their_check(function, on, message):
-    part, last = parts_of(function, x=on, y=False)
-    assert isinstance(part, CheckOperand) and part.on is on
-    assert (last.message, last.behind in part.behind) == (message, True)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        conditions.stores_between,
-        conditions.tells_between,
-        conditions.in_a_loop,
-        conditions.entered_from_elsewhere,
-        conditions.returns_another,
-        conditions.two_pairs,
-        conditions.kept_of_two,
-    ],
-)
-def test_a_value_on_which_anything_else_is_done_is_no_part_of_a_check(function):
-    assert parts_of(function)[0] is None

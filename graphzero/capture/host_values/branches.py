@@ -1,8 +1,7 @@
 """Distinction of checks from branches, from the bytecode on both sides of ``if tensor:``.
 
 A check is a condition of which one side only raises: ``assert ok``, ``if bad: raise ValueError(...)``.  If a side does
-anything else (stores, returns, calls something for its effect), the condition is a branch.  One value of several, as in
-``assert a or b``, is part of a check if one side only evaluates the others.
+anything else (stores, returns, calls something for its effect, looks at another value and goes on), it is a branch.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -22,7 +20,6 @@ from typing import Any
 _LONGEST = 300  # characters of a message
 _LEAVES = ("RETURN", "YIELD", "SEND", "RERAISE", "SETUP", "BEFORE_WITH", "IMPORT", "DELETE", "GET_AWAITABLE")
 _STORES = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "STORE_SLICE", "END_ASYNC_FOR")
-_KEEPS = ("STORE_FAST", "DELETE_FAST")
 _FILLERS = ("CACHE", "NOT_TAKEN", "EXTENDED_ARG")
 _ENDS = ("RETURN", "RAISE_VARARGS", "RERAISE")
 _PRINTING = ("__repr__", "__format__", "handle_torch_function")
@@ -31,26 +28,10 @@ _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 @dataclass(frozen=True)
 class RaisingBranch:
-    """A check.  when: the truth of the condition on which it raises.  message: what, as the source says it.
-
-    behind: offset of what is done where it does not.
-    """
+    """A check.  when: the truth of the condition on which it raises.  message: what, as the source says it."""
 
     when: bool
     message: str
-    behind: int
-
-
-@dataclass(frozen=True)
-class CheckOperand:
-    """A part of a check.  on: the truth with which the others are looked at.  others: offsets of what does that.
-
-    behind: offsets of what is done with the other truth, and where the check is met.
-    """
-
-    on: bool
-    others: frozenset[int]
-    behind: frozenset[int]
 
 
 def caller() -> FrameType | None:
@@ -71,26 +52,24 @@ def _prints(frame: FrameType) -> bool:
     )
 
 
-def check_at(frame: FrameType) -> RaisingBranch | CheckOperand | None:
+def check_at(frame: FrameType) -> RaisingBranch | None:
     """The check whose condition ``frame`` is evaluating; None where it is a branch, or something else than a jump."""
     return _check_at(frame.f_code, frame.f_lasti)
 
 
 @lru_cache(maxsize=4096)
-def _check_at(code: CodeType, at: int) -> RaisingBranch | CheckOperand | None:
+def _check_at(code: CodeType, at: int) -> RaisingBranch | None:
     flow = _ControlFlow(code)
     sides = flow.sides(at)
     if sides is None:
         return None
     raising = {truth: flow.only_raises(start) for truth, start in sides.items()}
     raising_sides = [(truth, raises) for truth, raises in raising.items() if raises is not None]
-    if not raising_sides:
-        return flow.part_of_a_check(sides)
     if len(raising_sides) != 1 or flow.is_caught(raising_sides[0][1]):
         return None
     (when, offset), lines = raising_sides[0], _lines(code)
     message = message_of(code, next(line for begin, end, line in lines if begin <= offset < end))
-    return RaisingBranch(when, message, flow.all[flow.goes_on(sides[not when])].offset)
+    return RaisingBranch(when, message)
 
 
 def _lines(code: CodeType) -> list[tuple[int, int, int]]:
@@ -104,7 +83,6 @@ class _ControlFlow:
         self.code = code
         self.all = list(dis.get_instructions(code))
         self.number = {one.offset: i for i, one in enumerate(self.all)}
-        self.jump = -1  # the one that is asked for
 
     def sides(self, at: int) -> dict[bool, int] | None:
         """Truth of the value that is looked at -> number of the first instruction on that side of the jump."""
@@ -113,16 +91,11 @@ class _ControlFlow:
             i = self._following(i)
         if self.all[i].opname == "UNARY_NOT":
             i, turned = self._following(i), True
-        jump, self.jump = self.all[i], i
+        jump = self.all[i]
         if not jump.opname.startswith("POP_JUMP") or not jump.opname.endswith(("_IF_TRUE", "_IF_FALSE")):
             return None
         taken = jump.opname.endswith("_IF_TRUE") != turned
         return {taken: self.number[jump.argval], not taken: i + 1}
-
-    def _span(self, i: int) -> range:
-        """The offsets of an instruction and of its caches, where a frame stands while it calls."""
-        end = self.all[i + 1].offset if i + 1 < len(self.all) else len(self.code.co_code)
-        return range(self.all[i].offset, end)
 
     def _following(self, i: int) -> int:
         """The next instruction that does anything."""
@@ -131,69 +104,16 @@ class _ControlFlow:
             i += 1
         return i
 
-    def only_raises(self, start: int, unless: AbstractSet[int] = frozenset()) -> int | None:
-        """Offset of a raise, if every way from ``start`` ends in one and does nothing else that lasts.
-
-        unless: the numbers of instructions that ways may end at as well.
-        """
+    def only_raises(self, start: int) -> int | None:
+        """Offset of a raise, if every way from ``start`` ends in one and does nothing else that lasts."""
         raises: int | None = None
-        for i in self._ways(start, unless):
+        for i in self._reached(start, lambda one: one.opname == "RAISE_VARARGS"):
             one = self.all[i]
             if one.opname == "RAISE_VARARGS":
                 raises = one.offset
             elif one.opname.startswith((*_LEAVES, *_STORES)) or self._is_statement(i):
                 return None
         return raises
-
-    def _ways(self, start: int, ends: AbstractSet[int]) -> list[int]:
-        """Instructions that are reached from ``start``, up to raises and before ``ends``."""
-        reached = self._reached(start, lambda one: one.opname == "RAISE_VARARGS" or self.number[one.offset] in ends)
-        return [i for i in reached if i not in ends]
-
-    def goes_on(self, start: int) -> int:
-        """The first instruction from ``start`` that does anything but jump."""
-        i, seen = start, set()
-        while i not in seen:
-            seen.add(i)
-            one = self.all[i]
-            if _always_jumps(one.opname):
-                i = self.number[one.argval]
-            elif one.opname in (*_FILLERS, "NOP"):
-                i += 1
-        return i
-
-    def _alike(self, i: int) -> set[int]:
-        """The instructions that do what number ``i`` begins: it alone, or all returns of that constant."""
-        returned = self._returned(i)
-        return {i} if returned is None else {n for n in range(len(self.all)) if self._returned(n) == returned}
-
-    def _returned(self, i: int) -> tuple[Any, ...] | None:
-        """The constant that is returned there and then."""
-        one = self.all[i]
-        returns = one.opname == "RETURN_CONST"
-        if one.opname == "LOAD_CONST" and i + 1 < len(self.all):
-            returns = self.all[self._following(i)].opname == "RETURN_VALUE"
-        return (type(one.argval), one.argval) if returns else None
-
-    def part_of_a_check(self, sides: dict[bool, int]) -> CheckOperand | None:
-        """The operand of a check, if one side of the jump only raises, or reads more values and then raises or joins
-        the other side.
-
-        What looks at more is entered from nowhere else and runs once: who is there has come by this side.
-        """
-        for truth, start in sides.items():
-            ends = self._alike(self.goes_on(sides[not truth]))
-            raises = self.only_raises(start, ends)
-            if raises is None or self.is_caught(raises):
-                continue
-            ways = set(self._ways(start, ends))
-            outside = [i for i in range(len(self.all)) if i not in ways and i != self.jump]
-            keeps = [i for i in ways if self.all[i].opname.startswith(_KEEPS) and ends.intersection(self._reached(i))]
-            entered = any(to in ways for i in outside for to in self._next(i))
-            if not keeps and not entered and all(ways.isdisjoint(self._reached(end)) for end in ends):
-                others = frozenset(at for i in ways for at in self._span(i))
-                return CheckOperand(truth, others, frozenset(self.all[end].offset for end in ends))
-        return None
 
     def _is_statement(self, i: int) -> bool:
         """Return whether the result of a call is thrown away: it was called for what it does."""

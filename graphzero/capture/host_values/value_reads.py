@@ -14,8 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -24,10 +23,10 @@ from torch.utils import _pytree as pytree
 
 from graphzero import _compat
 from graphzero.capture.annotations.local_regions import condition_of_all_ranks
-from graphzero.capture.host_values.branches import CheckOperand, caller, check_at
+from graphzero.capture.host_values.branches import caller, check_at
 from graphzero.capture.host_values.number import HostNumber
 from graphzero.capture.objects.patches import patched
-from graphzero.capture.problems import problem, problem_here, withdraw_problem
+from graphzero.capture.problems import problem, problem_here
 from graphzero.errors import CaptureError
 from graphzero.ir.source_location import is_project, user_frame
 from graphzero.ops import CHECK
@@ -94,29 +93,6 @@ def read_problem(
     return problem_here(text, hint, build) if where is None else problem(text, hint, where)
 
 
-@dataclass(frozen=True)
-class PartialCheck:
-    """A check of several values of which some have been looked at: its others are looked at where ``so_far`` holds.
-
-    problem: raised in the end unless a value turns out to be the last; what Python knows may be that, and raise.
-    """
-
-    frame: FrameType
-    part: CheckOperand
-    so_far: Tensor
-    problem: CaptureError
-    outer: PartialCheck | None
-
-    def looks_on(self) -> bool:
-        """Return whether the others are being looked at."""
-        return self.frame.f_lasti in self.part.others
-
-    def ends(self, frame: FrameType, behind: int) -> bool:
-        """Return whether the value read in ``frame`` was the last one of the check; ``behind``: where the code then
-        continues."""
-        return frame is self.frame and self.looks_on() and behind in self.part.behind
-
-
 class ValueReads:
     """Reads of values in one trace of build.
 
@@ -128,7 +104,6 @@ class ValueReads:
     def __init__(self, build: CodeType | None) -> None:
         self.build = build
         self.checks: list[Tensor] = []
-        self.begun: PartialCheck | None = None
         self.sources: list[str] = []
         self.texts: dict[str, None] = {}
         self.taker = ""  # the function of torch that is given a number of a tensor
@@ -237,33 +212,21 @@ class ValueReads:
     # ---- conditions
 
     def truth(self, x: Tensor) -> bool:
-        """The truth of a condition with which the step goes on, if it is a check, or a part of one."""
+        """The truth of a condition with which the step goes on, if it is a check."""
         frame = caller()
         branch = check_at(frame) if frame is not None and x.numel() == 1 else None
         if frame is None or branch is None:
             raise self.problem(_TRUTH, x)
         with torch.no_grad():
             x = x.detach().reshape(()).bool()
-            if isinstance(branch, CheckOperand):
-                holds = x if branch.on else x.logical_not()
-                self.begun = PartialCheck(frame, branch, self._so_far(holds), self.problem(_TRUTH, x), self.begun)
-                return branch.on
             self.check(x.logical_not() if branch.when else x, _filled(branch.message, frame.f_locals))
-        while self.begun is not None and self.begun.ends(frame, branch.behind):
-            withdraw_problem(self.begun.problem)
-            self.begun = self.begun.outer
         return not branch.when
-
-    def _so_far(self, holds: Tensor) -> Tensor:
-        """The condition, limited to steps that reach this line in plain PyTorch if they do so where ``holds``."""
-        return holds & self.begun.so_far if self.begun is not None and self.begun.looks_on() else holds
 
     def check(self, ok: Tensor, message: str = "") -> None:
         """The step raises when it runs, where ``ok``, of one element, is 0; in a region, where that of any rank is."""
         if not self.paused():
             with torch.no_grad():
-                bad = self._so_far(ok.detach().reshape(()).bool().logical_not())
-                self.checks.append(CHECK(condition_of_all_ranks(bad.logical_not()), message or "a check"))
+                self.checks.append(CHECK(condition_of_all_ranks(ok.detach().reshape(()).bool()), message or "a check"))
 
     @_compat.contextmanager
     def watching(self) -> Iterator[None]:

@@ -165,7 +165,7 @@ class BuildTrace:
             except CaptureError:
                 raise
             except Exception as error:
-                failed = self.value_reads.begun.problem if self.value_reads.begun is not None else self._failed(error)
+                failed = self._failed(error)
                 if failed is None:  # the user's own exception
                     raise
                 raise failed from error

@@ -237,8 +237,6 @@ class OpMode(TorchDispatchMode):
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is aten._local_scalar_dense.default and _compat.constant_of(args[0]) is None:
             raise self.value_reads.host_problem(args[0])
-        if self.value_reads.begun is not None and self.value_reads.begun.looks_on() and func._schema.is_mutable:
-            raise self.value_reads.begun.problem  # plain PyTorch may not come here
         if func in _LENGTHS:
             raise problem_here(
                 f"the shapes inside {_LENGTHS[func]} depend on lengths, which are data", _LENGTHS_HINT, self.build
