@@ -18,7 +18,7 @@ KNOWN = {
     "_version",  # of a tensor: notes on in-place correctness
     "_ops",  # torch._ops.OpOverload, the type of an op
     "_foreach_copy_", "_fused_adam_", "_fused_adamw_",  # bindings of ATen's ops, which have no other name
-    "_asdict", "_getframe",  # Python's own
+    "_asdict", "_replace", "_getframe",  # Python's own
 }  # fmt: skip
 MODULES = ("torch.utils._pytree", "torch.utils._python_dispatch")  # as "Extending PyTorch" imports them
 OTHERS = [path for path in PATHS if path.parent.name != "_compat"]
