@@ -291,3 +291,17 @@ def test_an_op_that_only_reads_a_shape_stays_outside() -> None:
     after = history(text_of("the shape alone", 2))["split_experts"].after
     assert [line.split(" ")[2] for line in lines(after, "= ones_like(")] == ["ones_like(y)"]
     assert len(lines(after, "as_global(")) == 1
+
+
+def test_a_use_of_a_computed_value_is_no_use_of_a_weight():
+    text = """
+    graph g(dp=2)
+      w = param()          : f32[4, 2, 2]
+      v = param()          : f32[4, 2, 2]
+    forward:
+      c = cat([w, v], 1)   : f32[4, 4, 2]
+      u = use(c)           : f32[4, 4, 2]
+      return u
+    """
+    before = gz.parse(text)
+    assert_same_step(before, before, ranks=2)

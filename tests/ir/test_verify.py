@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable
 
 import pytest
@@ -299,6 +300,20 @@ def test_a_placeholder_is_not_read_after_it_is_written() -> None:
     verify(parse(WRITE.format(late.format("a"), "k")))
 
 
+def test_what_is_assigned_to_a_state_is_its_new_value_on_every_rank() -> None:
+    text = WRITE.format("a = assign(m, n) : f32[4]  B", "n")
+    verify(parse(text))
+    refused(text.replace("m=a", "m=n"), "'a' writes over 'm', whose new value is 'n'")
+    refused(text.replace("; update(m=a)", ""), "'a' writes over 'm', which the step does not change")
+    again = text.replace("  return", "  b = assign(m, n) : f32[4]  B\n  return").replace("m=a", "m=b")
+    refused(again, "'a' writes over 'm', whose new value is 'b'")
+    partial = text.replace("  n = mul", "  o = place_shard(s, 0, 'dp') : f32[4]  P\n  n = mul").replace(
+        "(m, n)", "(m, o)"
+    )
+    partial = partial.replace("update:\n", "  s = state(v) : f32[4]  S(0)\nupdate:\n")
+    refused(partial, "'a' takes P to B, which assign does not")
+
+
 SLOTS = """
 graph g(dp=2) local
   m = state(w) : f32[4]  S(0)
@@ -321,6 +336,21 @@ def test_a_slot_holds_one_collective_at_a_time() -> None:
 
 def test_what_is_launched_is_awaited() -> None:
     refused(SLOTS.format(""), "nobody waits for 'h'")
+    refused(SLOTS.format(WAITS[0].replace("B", "S(0)")), r"'a' takes B to S\(0\), which wait does not")
+
+
+@pytest.mark.parametrize(("sbp", "hows"), [("P", ("sum", "mean")), ("P(max)", ("max",)), ("P(min)", ("min",))])
+def test_micro_batches_accumulate_a_partial_value_as_its_ranks_combine(sbp: str, hows: tuple[str, ...]) -> None:
+    for how in ("sum", "mean", "max", "min"):
+        text = (
+            f"graph g(dp=2) local\n  x = state(a) : f32[4]  B\nforward:\n  p = relabel(x) : f32[4]  {sbp}\n"
+            f"  m = accumulator([4], torch.float32) : f32[4]  {sbp}\n"
+            f"  r = accumulate(m, p, 0, 2, '{how}') : f32[4]  {sbp}\n  return\n"
+        ).replace("relabel(x) : f32[4]  P\n", "keep_first(x, 'dp') : f32[4]  P\n")
+        if how in hows:
+            verify(parse(text))
+        else:
+            refused(text, f"'r' accumulates 'p', which is {re.escape(sbp)}, by '{how}'")
 
 
 def test_a_reader_of_something_else_does_not_hide_a_bad_write() -> None:

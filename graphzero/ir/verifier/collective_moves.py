@@ -45,6 +45,10 @@ def check_moves(graph: StepGraph, nodes: Iterable[fx.Node], where: str) -> None:
             _check_move(graph, node, where, value.nd_of(source), value.nd_of(node), node.target, node.args[1:])
         elif node.target in (*ops.BUCKETS, ops.launch):
             _check_bucket(graph, node, where)
+        elif node.target is ops.wait:
+            check_unmoved(node, value.operand(node), where, "Wait for what is launched, as it is launched")
+        elif node.target is ops.assign:
+            check_unmoved(node, value.operand(node, 1), where, "Box what it writes before it")
         elif node.target in ops.IN_TURN:
             _check_in_turn(graph, node, where)
 
@@ -54,6 +58,12 @@ def _check_in_turn(graph: StepGraph, node: fx.Node, where: str) -> None:
     product = node.target is ops.accumulate_mm
     if product:
         _check_product(graph, node, where)
+    elif node.target is ops.accumulate:
+        how = node.args[4]
+        for sbp in value.nd_of(node):
+            if sbp.is_partial and sbp.reduction != ("sum" if how == "mean" else how):
+                problem = f"'{node.name}' accumulates '{value.operand(node, 1).name}', which is {sbp}, by '{how}'"
+                raise violation(node, where, problem, "Box what it reads before it: the two do not commute")
     for operand in value.tensor_operands(node)[: 1 if product else None]:
         check_unmoved(node, operand, where, "Box what it reads before it")
 

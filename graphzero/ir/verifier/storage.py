@@ -1,6 +1,6 @@
 """The laws of storage, from level "lowered" on: what may be written over, and when.
 
-    assign(w, new)                 nobody reads the old w below it; likewise to_host_launch(w, new)
+    w1 = assign(w, new)            nobody reads the old w below it, and w1 is the new w; likewise to_host_launch(w, new)
     y = mul(x, 2.0, out=x)         mul can write over x, x has y's type and SBP, and nobody reads the old x below it
     y = _softmax(x, 1, False, out=x)      its kernel writes row by row, so x is known to lie row by row
     c = check(ok, '...')           no state is written above it
@@ -89,6 +89,9 @@ class _StorageWalk:
             if is_there and _is_written(new, state) and not reaches(new, state):
                 problem = f"'{new.name}', the new '{name}', lives in a view of it, which may turn out to be a copy"
                 raise self._violation(new, problem, f"Say assign({name}, {new.name}), or put it elsewhere")
+        for node in self.graph.nodes:
+            if node.target in ops.ASSIGNING:
+                self._check_new(node, value.operand(node))
         for launch in self.busy.values():
             raise self._violation(launch, f"nobody waits for '{launch.name}'", "Add the wait, or drop the launch too")
 
@@ -113,6 +116,14 @@ class _StorageWalk:
         if self.unchecked is not None and storage is not None and storage[0].op == "placeholder":
             problem = f"'{node.name}' writes over '{storage[0].name}' before '{self.unchecked.name}' is checked"
             raise self._violation(node, problem, f"Move '{self.unchecked.name}' above it, or the write below")
+
+    def _check_new(self, node: fx.Node, state: fx.Node) -> None:
+        """Check that what is assigned to a state is its new value: a step that names another one would not have it."""
+        new, results = self.graph.updates.get(state.name), node.users if node.target is ops.to_host_launch else (node,)
+        if state.op == "placeholder" and new not in results:
+            named = f"whose new value is '{new.name}'" if new is not None else "which the step does not change"
+            hint = "Assign the value that the graph's updates name, once: graph.set_output(outputs, aux, updates)"
+            raise self._violation(node, f"'{node.name}' writes over '{state.name}', {named}", hint)
 
     def _check_room(self, node: fx.Node, i: int, room: fx.Node, reads: _Reads) -> None:
         """Result ``i`` may be put over a value of its form, by an op that can put it there."""

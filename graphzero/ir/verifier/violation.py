@@ -15,7 +15,7 @@ _AROUND, _WIDTH = 2, 150  # lines that are shown on both sides, and characters o
 def check_unmoved(node: fx.Node, source: fx.Node, where: str, hint: str) -> None:
     """Raise where the result of ``node`` lies otherwise on the ranks than ``source``, which it does not move."""
     if value.sbp_of(source) != value.sbp_of(node):
-        have, result = nd_text(value.nd_of(source)), nd_text(value.nd_of(node))
+        have, result = (", ".join(nd_text(nd) for _, nd in value.results_of(x) if nd) for x in (source, node))
         problem = f"'{node.name}' takes {have} to {result}, which {op_name(node.target)} does not"
         raise violation(node, where, problem, hint)
 

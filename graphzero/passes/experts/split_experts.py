@@ -90,8 +90,10 @@ def _use_in_place(graph: StepGraph) -> None:
 def may_be_used_in_place(graph: StepGraph, use: fx.Node, axis: int) -> bool:
     """Return whether a data axis splits weights evenly by expert, and only products of groups read this use of them."""
     shape, param = value.tensor_type(use).shape, value.operand(use)
-    while param.op != "placeholder":
-        param = value.operand(param)
+    while len(param.all_input_nodes) == 1:
+        param = param.all_input_nodes[0]
+    if param.op != "placeholder":
+        return False
     is_split = value.nd_of(param)[axis] is S(0) and graph.placement.names[axis] in graph.placement.batch_axes
     if not is_split or len(shape) != 3 or shape[0] % graph.placement.hierarchy[axis]:
         return False
