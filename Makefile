@@ -60,7 +60,7 @@ test-slow: $(READY)
 # with transfers between ranks that end no earlier than they must (graphzero/testing/strict.py).
 test-rounding: $(READY)
 	$(BIN)/python -m pytest $(SPREAD) -m "not slow" --other-kernels --strict-transfers tests/test_graph_nd.py tests/test_build.py \
-		tests/optimizers/test_torch_optimizers.py tests/micro/test_micro_processes.py tests/offload/test_offload_processes.py
+		tests/optimizers/test_torch_optimizers.py tests/micro/test_micro_processes.py
 
 # All tests under every kind of CPU that this one can stand for: hours.
 test-cpus: $(READY)
