@@ -58,7 +58,7 @@ def _refuse_other_distribution() -> None:
     if any(installed.glob("graphzero-*.dist-info")):
         raise ImportError(
             f"{installed} has two packages that are imported as graphzero: graphzero-torch, and `graphzero` of PyPI, a "
-            "graph-network engine by other people, whose files lie among these. Uninstall both, and install the one "
+            "graph-network engine by other people, mixed with these. Uninstall both, and install the one "
             "that is meant: pip uninstall graphzero graphzero-torch"
         )
 

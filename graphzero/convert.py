@@ -115,12 +115,13 @@ def _required(placement: Placement | DeviceMesh | None, x: object) -> Placement:
     return located(placement)
 
 
-def _nd(sbp: Wanted | Mapping[str, Wanted], placement: Placement, x: object) -> Nd:
+def _nd(sbp: Wanted | Mapping[str, Wanted], placement: Placement, x: object, pattern: str = "") -> Nd:
     nd = _tuple(sbp)
     if len(nd) != len(placement.names) or not all(isinstance(item, Sbp) for item in nd):
         raise SbpError(
             f"to_global of a {type(x).__name__} on {placement!r} needs sbp= with one SBP per axis "
-            f"({', '.join(placement.names)}), not {sbp!r}"
+            f"({', '.join(placement.names)}), not {sbp!r}{f' for {pattern!r}' * bool(pattern)}; "
+            "write gz.sbp.B for DTensor's Replicate(), gz.sbp.S(dim) for its Shard(dim)"
         )
     return nd
 
@@ -134,7 +135,7 @@ def _stage_sbp(placement: Placement, sbp: Wanted | Mapping[str, Wanted]) -> Any:
         return sbp
     if nd[at] is not B:
         raise SbpError(
-            f"to_global: {nd[at]} along {PIPELINE}, whose members have stages of their own\n  Write B there, and say "
+            f"to_global: {nd[at]} along {PIPELINE}, whose members have different stages\n  Write B there, and say "
             "which modules are on which stage: config.set_stage(module, stage)"
         )
     return (*nd[:at], *nd[at + 1 :]) or (B,)
@@ -308,7 +309,7 @@ def _by_name(
     tensors: Sequence[ModuleTensor], wanted: Mapping[str, Wanted], placement: Placement, module: nn.Module
 ) -> list[Nd]:
     """The SBP of each tensor: that of the first pattern that fits one of its names, B where none does."""
-    known = {pattern: _nd(sbp, placement, module) for pattern, sbp in wanted.items()}
+    known = {pattern: _nd(sbp, placement, module, pattern) for pattern, sbp in wanted.items()}
     names: dict[int, list[str]] = {}
     every = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     for name, tensor in itertools.chain(*every):

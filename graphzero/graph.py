@@ -324,7 +324,7 @@ class Graph:
 
         Every rank enters and leaves it.  In between no rank needs another one, so one may compute alone while the
         others wait at the end, for at most the process group's timeout; code on one rank alone must not run
-        collectives.  A rank holds the whole tensors beside its pieces, and 64 MiB of buffers while they are gathered.
+        collectives.  A rank holds the whole tensors next to its pieces, and 64 MiB of buffers while they are gathered.
 
         Parameters are those that the optimizer updates: float32 under ``config.enable_amp``, for ``torch.autocast``.
         Before the first call they have rank 0's values, as in that call.  On a virtual placement modules hold whole
@@ -418,7 +418,7 @@ class Graph:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(
             f"the Graph {self.name} cannot be pickled: it holds programs and connections of this process. "
-            "Save graph.state_dict() (or full_state_dict()), make the Graph anew, and load it: load_state_dict(...)"
+            "Save graph.state_dict() (or full_state_dict()), make a new Graph, and load it: load_state_dict(...)"
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import graphzero as gz
 from graphzero.inspect.report import Report, Stage
-from graphzero.ir import value
+from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.sbp import registry
 
@@ -183,6 +183,16 @@ def scales_gradients(graph: StepGraph) -> StepGraph:
     return graph
 
 
+def scales_reductions(graph: StepGraph) -> StepGraph:
+    for node in graph.graph.find_nodes(op="call_function", target=ops.reduce_scatter):
+        made: Any = node.args[0]
+        type_, name = value.type_of(made), f"{made.name}_mean"
+        with graph.graph.inserting_before(node):
+            scaled = graph.call(aten.mul.Tensor, (made, 0.25), type_, sbp=value.nd_of(made), like=made, name=name)
+        node.args = (scaled, *node.args[1:])
+    return graph
+
+
 def returns_another_value(graph: StepGraph) -> StepGraph:
     graph.set_output([graph.node("sum_1")], graph.aux, graph.updates)
     return graph
@@ -197,6 +207,7 @@ def forgets_a_sign(graph: StepGraph) -> StepGraph:
     ("pass_", "after", "said"),
     [
         (scales_gradients, "zero", ["new in this pass", "The pass put mm_", "it was mm_", "gradient last.weight"]),
+        (scales_reductions, "lower_boxing", ["> mm_", "new in this pass", "The pass put mm_"]),
         (forgets_a_sign, "lower_boxing", ["> relu = abs(", "it was relu = relu(", "output 0: ", "changed the op"]),
     ],
 )

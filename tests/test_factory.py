@@ -156,6 +156,6 @@ def test_stages_are_a_list() -> None:
 def test_a_file_that_trains_where_it_is_run_is_told_what_stands_under_main(tmp_path: Path) -> None:
     file = tmp_path / "trains.py"
     file.write_text("import torch\nprint(torch.nn.Linear(2, 2)(torch.ones(2)).sum().item())\n")
-    hint = r"(?s)what trains stands under `if __name__ == '__main__':`.*trains.py:2"
+    hint = r"(?s)put the training under `if __name__ == '__main__':`.*trains.py:2"
     with pytest.raises(gz.ConfigError, match=hint), planned("plan", f"{file}:make", TWO, 0):
         pass

@@ -229,7 +229,7 @@ def _raised(what: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.lineno is not None:
         lines.append(f"  at {error.filename}:{error.lineno}: {(error.text or '').strip()}")
     elif isinstance(error, SystemExit):
-        lines.append("  It ended the process; what only a script does stands under `if __name__ == '__main__':`")
+        lines.append("  It ended the process; put what only a script does under `if __name__ == '__main__':`")
     elif isinstance(error, ImportError) and "relative import" in str(error):
         lines.append(
             "  The file is run as a script is, in no package; it imports its neighbours by name: import models"
@@ -238,7 +238,7 @@ def _raised(what: str, error: BaseException) -> str:
     own = [frame for frame in frames if Path(frame.filename).resolve() == Path(file).resolve()]
     if len(lines) == 1 and own and own[0].name == "<module>":
         lines.append(
-            "  The file itself was run, to find its FACTORY, on devices without values; what trains stands under "
+            "  The file itself was run, to find its FACTORY, on devices without values; put the training under "
             "`if __name__ == '__main__':`"
         )
     shown = (*own[-1:], *(frames[-1:] if own else ()))

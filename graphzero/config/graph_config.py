@@ -81,7 +81,7 @@ class GraphConfig(metaclass=PluginMembers):
 
         States, of any optimizer of torch's form: the device holds those of two buckets, while it steps them.  A bucket
         is the states of one parameter, or of several with ``bucket_bytes`` in all; it comes while the one before it is
-        stepped, and goes back behind its own step.  States that are 0-d stay on the device.  A step moves them all over
+        stepped, and goes back after its own step.  States that are 0-d stay on the device.  A step moves them all over
         the link to the host, once in each direction.
         states: False leaves them on the device.
         activations: the bytes of what forward leaves for backward, ``plan.memory.activations``, that one rank may have
@@ -90,12 +90,12 @@ class GraphConfig(metaclass=PluginMembers):
         Nothing is computed again for it; what ``set_activation_memory`` and the budget have computed again does not
         wait, and they are asked first.  "auto": where the step does not fit the memory budget, by default 0.9 of the
         device's memory, values wait on the host or are computed again, whichever makes the step less longer; copies
-        that run beside compute cost nothing.  None, the default, holds all on the device.  On pipeline stages values
+        that overlap with compute cost nothing.  None, the default, holds all on the device.  On pipeline stages values
         wait between the calls of a micro-batch, each rank its own, and "auto" does not work yet.
         path: of a folder in which each rank keeps both in files, instead of in memory; it is made if it is not there.
         The files go when the Graph does.  Of CPU ranks this is how memory is saved.
 
-        Raises ConfigError beside ``set_cuda_graph``; when the step is compiled, for "auto" on pipeline stages, and for
+        Raises ConfigError with ``set_cuda_graph``; when the step is compiled, for "auto" on pipeline stages, and for
         fewer bytes of activations than it can do with, which it names; when states are laid out, for a folder that
         cannot be written, or a disk that has no room.
         """
@@ -138,7 +138,7 @@ class GraphConfig(metaclass=PluginMembers):
         """Say how attention over a split sequence gives each query all keys; "auto", the default, or one of these.
 
         ========== =====================================================================================================
-        "exchange" ranks exchange pieces of the sequence for heads, and back behind attention (DeepSpeed Ulysses)
+        "exchange" ranks exchange pieces of the sequence for heads, and back after attention (DeepSpeed Ulysses)
         "gather"   queries stay split, and each rank gathers keys and values
         "ring"     queries stay split, and blocks of keys and values go from rank to rank (Ring Attention)
         "auto"     exchange where pieces of queries have unequal work; else what sends fewer bytes, with those of a mask

@@ -88,7 +88,7 @@ def _reading(system: str) -> property:
             )
         return config._readings[system]
 
-    doc = f"""What else ``{READER}{system}`` has read, beside settings.
+    doc = f"""What else ``{READER}{system}`` has read, besides settings.
 
         Raises ConfigError for a configuration that ``{READER}{system}`` has not made.
         """

@@ -37,7 +37,7 @@ class OffloadSettings(Checked):
         super().__post_init__()
         if self.path is not None and not self.is_on:
             raise ConfigError(
-                f"enable_offload(False, path={self.path!r}): nothing would lie in that folder; leave path out, or "
+                f"enable_offload(False, path={self.path!r}): nothing would be written there; leave path out, or "
                 "write enable_offload(path=...)"
             )
 

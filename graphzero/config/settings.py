@@ -66,7 +66,7 @@ class Settings(Checked):
         OffloadSettings(),
         Check(lambda x: isinstance(x, OffloadSettings), "give its keyword arguments"),
         "enable_offload({})",
-        doc="What lies in host memory as ``enable_offload`` left it; nothing without it.",
+        doc="What is in host memory as ``enable_offload`` left it; nothing without it.",
     )
     memory_budget: int | None = setting(
         None,

@@ -22,7 +22,7 @@ from graphzero.runtime.world.consensus import CHECK
 from graphzero.step.program import StepProgram
 
 _CAPTURED = (
-    "Capture runs build once and writes down the tensor operations. What plain PyTorch does anew in every call, and a "
+    "Capture runs build once and writes down the tensor operations. What plain PyTorch does again in every call, and a "
     "program cannot: Python random numbers, counters and clocks, globals that change, operations on .data. Pass such "
     "a number as a float input, or draw it with torch. Code that asks whether it is being traced (is_compiling(), "
     "FakeTensor) and would look at values takes its branch for that, as under torch.export: no pass is at fault."
@@ -46,7 +46,7 @@ def check(
         graph: any Graph, called before or not.
         dtype: ``torch.float64`` runs all of it in double precision, so that a difference is not rounding.  Without it
             the program's own dtypes are used, and float64 only to tell mistakes from rounding where they differ, and
-            where build was told that it is being traced and may have gone another way than plain PyTorch.
+            where build read that it is being traced and may have taken another path than plain PyTorch.
         rtol: differences up to this count as rounding.  They are relative to the largest element of a value (0.001
             for smaller ones).  Default: the square root of the coarsest dtype's epsilon, 3.5e-4 for float32.
 

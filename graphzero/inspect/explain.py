@@ -191,7 +191,7 @@ def _choice(axis: AxisPropagation, node: fx.Node) -> SbpChoice:
     if axis.pinned(node) is not None:
         choice.why = "pinned"
     elif node.op == "placeholder":
-        choice.why = "an input that nobody pinned"
+        choice.why = "an input that is not pinned"
     elif node not in axis.chosen:
         choice.why = "as what it reads"
     else:

@@ -39,7 +39,7 @@ def _value_lines(node: fx.Node, gap: float, before: StageRun, after: StageRun, r
     source = value.source_of(node)
     where = f" (made at {source})" if source else ""
     lines = [f"The first value that differs is '{node.name}'{where}, by {gap:.1e}:", "", f"  > {print_line(node)}"]
-    todo, shown = [arg for arg in node.all_input_nodes if value.is_tensor(arg)], 0
+    todo, shown = _sources(node), 0
     while todo and shown < _SHOWN:
         operand, shown = todo.pop(0), shown + 1
         wanted, actual = _wanted(operand, before), after.values.get(operand.name)
@@ -58,6 +58,12 @@ def _value_lines(node: fx.Node, gap: float, before: StageRun, after: StageRun, r
     return [*lines, ""]
 
 
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """Tensors that ``node`` is computed from: its operands, or the one value that a transfer moves to it."""
+    moved = moved_from(node)
+    return [moved] if moved is not node else [arg for arg in node.all_input_nodes if value.is_tensor(arg)]
+
+
 def _names(ran: StageRun) -> set[str]:
     return {node.name for node in ran.program.nodes}
 
@@ -74,7 +80,7 @@ def _fixed(node: fx.Node) -> tuple[Any, ...]:
 def _advice(node: fx.Node, before: StageRun, after: StageRun) -> str:
     target: Any = node.target
     known, was = _names(before), _was(node, before)
-    fresh = [arg.name for arg in node.all_input_nodes if arg.name not in known and moved_from(arg) is arg]
+    fresh = [arg.name for arg in _sources(node) if arg.name not in known and moved_from(arg) is arg]
     if fresh:
         return f"The pass put {', '.join(fresh)} in front of it."
     if was is not None and was.op == node.op == "call_function" and _fixed(was) != _fixed(node):

@@ -44,7 +44,7 @@ class Report:
         value: name of the first value, in program order, that differs there; "" if none does or none is known.
         nonfinite: name of the first value that is inf or nan although the operands of its op are not, if that reaches
             a result; else "".
-        notes: the paragraphs behind the table.
+        notes: the paragraphs after the table.
     """
 
     name: str

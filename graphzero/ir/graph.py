@@ -191,7 +191,7 @@ class StepGraph:
         self._module = None
 
     def set_output(self, outputs: Iterable[Any], aux: dict[str, Node], updates: dict[str, Node]) -> None:
-        """Say what the step hands out: see ``outputs``, ``aux`` and ``updates``; outputs keep number and order."""
+        """Say what the step returns: see ``outputs``, ``aux`` and ``updates``; outputs keep number and order."""
         self.output.args = ((tuple(outputs), dict(aux), dict(updates)),)
 
     def hand_out(self, instead: Mapping[Node, Node]) -> None:
@@ -231,7 +231,7 @@ class StepGraph:
 
         A placeholder, a ``use`` or a ``pin`` is annotated in place.  Behind any other op a ``pin`` node is
         put, which all later readers read, so that what the op makes and what its readers see may differ
-        (a partial gradient, pinned to a split, is where a reduce-scatter comes to stand).
+        (a partial gradient, pinned to a split, is where a reduce-scatter is placed).
 
         Returns the annotated node.  Raises SbpError where the value cannot have that SBP.
         """
@@ -262,7 +262,7 @@ class StepGraph:
         if isinstance(type_, tuple):
             raise SbpError(
                 f"cannot pin '{node.name}' to {sbp} on axis {axis}: it has {len(type_)} results; pin the value that "
-                f"picks one: {', '.join(user.name for user in node.users) or 'nobody does'}"
+                f"picks one: {', '.join(user.name for user in node.users) or 'none'}"
             )
         if not isinstance(type_, TensorType):
             raise SbpError(f"cannot pin '{node.name}' to {sbp} on axis {axis}: it is {type_}, not a tensor")

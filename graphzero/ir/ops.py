@@ -10,7 +10,7 @@ box(x)                                x, boxed to the SBP in the node's type
 relabel(x)                            x itself, where both SBPs mean the same (one rank, or ``alike``)
 slice_shard(x, dim, axis)             this rank's piece of a value that every rank holds whole, as a view
 all_gather(x, dim, axis)              the pieces of all ranks, joined along dim: section by section, if x has several;
-                                      told a narrower dtype, cast to it on the way
+                                      with a narrower dtype, cast to it on the way
 reduce_scatter(x, dim, axis)          this rank's piece, along dim, of the sum of all ranks' values; likewise
 all_reduce(x, axis, reduction)        the sum, max or min of all ranks' values
 all_to_all(x, src, dst, axis)         split along src -> split along dst
@@ -30,9 +30,9 @@ to_device_launch(p)                   begin to copy p, a state or a to_host_wait
 to_device_wait(l, p)                  the copy, when it has arrived; p may not change until then
 to_host_launch(p, x)                  begin to write x into the storage of p, a state or a host_room, in host memory
 to_host_wait(l, x)                    p, when x is there; x may not change until then
-micro_batch(k)                        which of the k micro-batches runs: 0 to k - 2 in what is repeated; k - 1 behind it
+micro_batch(k)                        which of the k micro-batches runs: 0 to k - 2 in what is repeated; k - 1 after it
 take(x, dim, i, k)                    the i-th of k equal parts of this rank's x along dim, as a view
-accumulator(shape, dtype)             room for what micro-batches add up or hand out, not filled
+accumulator(shape, dtype)             room for what micro-batches add up or return, not filled
 accumulate(a, x, i, k, how)           x added to what a holds, in its storage; for i = 0 x alone.  how: sum, max, min,
                                       or mean, of k values
 accumulate_mm(a, x, y, i, k)          the matrix product of x and y added to what a holds, in its storage; likewise

@@ -1,4 +1,7 @@
-"""The tensor ops that graphzero adds to ATen, one file a kind: its schema, kernel, shapes and gradient."""
+"""The tensor ops that graphzero adds to ATen, one file a kind: its schema, kernel, shapes and gradient.
+
+Collectives and the other ops that passes insert, which no user calls, are in ``graphzero.ir.ops``.
+"""
 
 from graphzero.ops import offset_index
 from graphzero.ops.adam import ADAM, ADAM_

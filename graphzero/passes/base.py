@@ -98,12 +98,12 @@ class Record:
 
     @property
     def before(self) -> StepGraph:
-        """The graph that the pass was given, made anew each time: the caller may change it."""
+        """The graph that the pass was given, made again each time: the caller may change it."""
         return self.packed[0].graph()
 
     @property
     def after(self) -> StepGraph:
-        """The graph that the pass returned, made anew likewise."""
+        """The graph that the pass returned, also made again each time."""
         return self.packed[1].graph()
 
     @property
@@ -157,7 +157,7 @@ class Pipeline:
         return self._run_passes(packer.add_copy(clone), clone, packer)
 
     def after(self, record: Record) -> StepGraph:
-        """Go on from where another pipeline was behind a pass, as ``record`` keeps it."""
+        """Go on from where another pipeline was after a pass, as ``record`` keeps it."""
         return self._run_passes(record.packed[1], record.after, PackedHistory())
 
     def _run_passes(self, before: PackedGraph, graph: StepGraph, packer: PackedHistory) -> StepGraph:

@@ -74,7 +74,7 @@ class Options:
     micro_batches: in which a step computes the batch; the placement has an axis ``mb`` of that size.
     whole_accumulators, whole_on: see ``MicroBatches``.
     tiles: of rows, in which the largest values of a step are computed; see ``TileRows``.
-    offload_states: whether optimizer states lie in host memory.
+    offload_states: whether optimizer states are in host memory.
     offload_activations: names and patterns of values of forward that wait in host memory for backward.
     bucket_bytes: of one bucket, and of what is under way at a time; None follows the size of the model.
     plugins: values of plug-ins' settings that are not as by default, by name.
@@ -216,7 +216,7 @@ def _insert_entry(entries: list[PassEntry], plugin: Extension) -> bool:
         at += 1
     level = level_behind(entries, at - 1)
     if entry.level != level:
-        raise plugin.refusal(f"runs on {entry.level!r} graphs, and behind {entry.after} they are {level!r}")
+        raise plugin.refusal(f"runs on {entry.level!r} graphs, and after {entry.after} they are {level!r}")
     entries.insert(at, entry)
     return True
 
@@ -276,7 +276,7 @@ def default_passes(
 
     options: by default plain data parallelism, stage 0.
     own: passes of the user's, each with the name of the pass that it follows, a built-in one or one above; where that
-        is not there, it stands where that would stand.
+        is not there, it has the place that that would have.
     since, until: only those from the built-in pass of that name on, there or not, and only those before it.
     """
     options, left, passes = options or Options(), list(own), list[Pass]()

@@ -43,7 +43,7 @@ def parse_passes(text: str, level: str = "captured", own: Mapping[str, Callable[
         own: passes of the user's by the names that they have in the text; a dataclass is made with its options.
 
     Raises:
-        ParseError: with the place, and what may stand there.
+        ParseError: with the place, and what is allowed there.
     """
     reader = LineReader(text, lambda problem: _error(text, reader.at, problem), {})
     parsed, more = list[Pass](), bool(reader.next())

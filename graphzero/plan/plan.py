@@ -217,7 +217,7 @@ class Plan:
         if self.memory.host:
             stays = mega(self.memory.host_resident) if self.memory.host_resident else ""
             host = f"{stays:>16}{mega(self.memory.host):>16}"
-            lines.append(f"  {'in host memory':<20}{host}   at most, beside the device's")
+            lines.append(f"  {'in host memory':<20}{host}   at most, in addition to the device's")
         lines += ["", *self._traffic_lines()]
         lines.append(f"  parameters and gradients: {self.comm_volume:.3f} Psi; padding {mega(self.padding_bytes)}")
         if any(self.host_traffic):

@@ -1,4 +1,4 @@
-"""SBP: how global tensors lie on ranks, what ops allow, and what it costs to change."""
+"""SBP: how global tensors are distributed over ranks, what ops allow, and what it costs to change."""
 
 from graphzero.sbp.boxing import Move, cost, move
 from graphzero.sbp.dtensor import of

@@ -100,7 +100,7 @@ def _operand(part: str, text: str) -> FactorOperand:
 def _output(part: str, operands: list[FactorOperand], text: str) -> FactorOutput:
     dims, colon, numbers = part.partition(":")
     if colon and not re.fullmatch(r"\d*", numbers.strip()):
-        raise SbpError(f"factors {text!r}: after `:` stand operand numbers, one digit each, not {numbers!r}")
+        raise SbpError(f"factors {text!r}: after `:` come operand numbers, one digit each, not {numbers!r}")
     depends = {int(n) for n in numbers.strip()} if colon else set(range(len(operands)))
     if depends and max(depends) >= len(operands):
         count = len(operands)

@@ -35,7 +35,7 @@ class NoRuleWarning(UserWarning):
 
 
 class GatheredBatchWarning(UserWarning):
-    """An op gathers the batch, and behind it every rank computes the same gradient of a parameter."""
+    """An op gathers the batch, and after it every rank computes the same gradient of a parameter."""
 
 
 Lines = tuple[str, ...]  # an op seen in several ways: what any of its lines allows
@@ -47,7 +47,7 @@ Rule = str | Lines | Factors | Callable[[Call], Written]
 class Offset:
     """The form of an op that runs where the dim to which an index points is split: a rank knows where its piece begins.
 
-    op: takes the arguments of the op it stands for, and by keyword ``start`` and ``total``: where this rank's piece
+    op: takes the arguments of the op it replaces, and by keyword ``start`` and ``total``: where this rank's piece
     begins, and how long the whole dim is; that op itself, if it can do without.  rule: what it may do, beside what the
     op itself may.  tensor, dim: the dim in question; the number of an operand, or -1 for the one result, and a number
     or the argument that holds it.
@@ -209,7 +209,7 @@ def signatures(
 ) -> tuple[Signature, ...]:
     """Signatures of ``op`` on one placement axis, all-B first, then splits in the order of dims, then partials.
 
-    ``args`` and ``kwargs`` hold a TensorMeta where a tensor stands and any object that is not a constant for a run-time
+    ``args`` and ``kwargs`` hold a TensorMeta for a tensor and any object that is not a constant for a run-time
     number; ``outputs`` is a TensorMeta or a sequence of them, with None for outputs that are not made.  ``ranks``
     leaves out what would cut unevenly where that is wrong; None takes sizes to divide.  ``sections`` are counts of
     sections in which dims may be split as well.  ``pieces``: into how many a dim is cut where other axes cut it too,

@@ -93,5 +93,5 @@ def parse_action(text: str) -> Action:
         raise ScheduleError(f"{text!r} is not an action: {EXPECTED}")
     kind = ActionKind(single[2])
     if single[3] is None and kind not in SHARDING:
-        raise ScheduleError(f"{text!r} is not an action: expected a micro-batch behind {kind}, as in {text}0")
+        raise ScheduleError(f"{text!r} is not an action: expected a micro-batch after {kind}, as in {text}0")
     return Action(int(single[1]), kind, None if single[3] is None else int(single[3]))

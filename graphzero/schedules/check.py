@@ -76,7 +76,7 @@ def check_ascending(schedule: PipelineSchedule) -> None:
             if micro_batch < before:
                 what = "runs forward" if action.kind is F else "sums its weight gradients"
                 reason = f"a stage {what} in ascending order of micro-batches"
-                raise _error(row, column, cell, f"stands after {format_place(schedule, position)}, but {reason}")
+                raise _error(row, column, cell, f"comes after {format_place(schedule, position)}, but {reason}")
             last[key] = micro_batch, (row, column)
 
 
@@ -97,14 +97,14 @@ def check_sharding(schedule: PipelineSchedule) -> None:
             unsharded.remove(stage)
         elif cell.kind is ActionKind.REDUCE_GRAD:
             if cell.micro_batch in reduced.setdefault(stage, set()):
-                raise _error(row, column, cell, "stands in the row twice")
+                raise _error(row, column, cell, "is in the row twice")
             reduced[stage].add(cell.micro_batch)
         for action in cell.computations:
             gathers = action.stage in gathered_stages and action.kind is not WEIGHT
             if gathers and action.stage not in unsharded:
                 raise _error(row, column, cell, f"finds the parameters sharded: no {action.stage}UNSHARD is before it")
             if action.kind in (B, WEIGHT) and reduced.get(action.stage, set()) & {None, action.micro_batch}:
-                raise _error(row, column, cell, f"stands after {action.stage}REDUCE_GRAD, which reduces its gradients")
+                raise _error(row, column, cell, f"comes after {action.stage}REDUCE_GRAD, which reduces its gradients")
 
 
 def _misplacement(schedule: PipelineSchedule, row: int, action: Action) -> str:

@@ -93,8 +93,8 @@ def describe_circle(
         if stop.needed == stop.head:
             link += ", which is this cell itself"
         elif head == stop.head:
-            link += ", which stands behind it"
+            link += ", which comes after it"
         elif head != stop.needed:
-            link += f", which stands behind {format_item(head)}"
+            link += f", which comes after {format_item(head)}"
         links.append(link)
     return stops[circle[0]].head, ", which ".join(links)

@@ -41,7 +41,7 @@ def check_attribute(graph: type, name: str, value: Any, constructed: bool) -> No
     inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     if any(isinstance(item, nn.Module) for item in inside):
         raise ConfigError(
-            f"self.{name} is a {type(value).__name__} of modules, which has no parameters of its own; use "
+            f"self.{name} is a {type(value).__name__} of modules, which has no parameters itself; use "
             "nn.ModuleList or nn.ModuleDict"
         )
 

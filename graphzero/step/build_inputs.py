@@ -237,7 +237,7 @@ def _check_divides(name: str, shape: tuple[int, ...], nd: Nd, placement: Placeme
             drop = " or drop the last batch (drop_last=True), or let config.set_shapes pad it" if dim == 0 else ""
             raise CaptureError(
                 f"input {name} of shape {list(shape)} cannot be split over {n} ranks: dim {dim} is {shape[dim]} = "
-                f"{shape[dim] // n} x {n} + {shape[dim] % n}. Pad it{drop}; an input that is not a batch is said so: "
+                f"{shape[dim] // n} x {n} + {shape[dim] % n}. Pad it{drop}; for an input that is not a batch call "
                 f"config.set_input({name!r}, sbp={whole})"
             )
 

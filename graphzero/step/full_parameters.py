@@ -30,7 +30,7 @@ _END = Topic("the end of full_parameters() of {}", "what follows full_parameters
 _WRITTEN = Topic(
     "the end of full_parameters() of {}, written",
     "what was written within full_parameters()",
-    "What differs is not taken back, and no Graph runs with it before it is loaded anew, graph.load_state_dict(...). "
+    "What differs is not taken back, and no Graph runs with it before it is loaded again, graph.load_state_dict(...). "
     "Write the same on every rank, or on none",
 )
 
@@ -165,7 +165,7 @@ class FullParameters:
                 change.take_values()
         except BaseException as error:
             why = f"the end of full_parameters() of {self._source.name}, which takes what was written, ended half way"
-            hint = "load a checkpoint, graph.load_state_dict(...), or make modules and optimizer anew"
+            hint = "load a checkpoint, graph.load_state_dict(...), or make new modules and a new optimizer"
             reason = f"{why} ({type(error).__name__}: {error}); {hint}"
             partial_update.mark((change.target.entry.tensor for change in taken), reason)
             raise

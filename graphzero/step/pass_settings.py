@@ -150,7 +150,7 @@ def _check_rows(name: str, shape: tuple[int, ...], nd: Nd, placement: Placement,
             f"set_gradient_accumulation_steps({count}): input {name} of shape {list(shape)} gives each rank {each}, "
             f"which {count} micro-batches do not divide\n  Choose a number that divides it, or a batch of a multiple "
             f"of {ranks * count} rows: a call takes all micro-batches of a rank (with a JSON of DeepSpeed's that is "
-            "config.deepspeed.batch_per_rank rows); of an input that has other rows say so: "
+            "config.deepspeed.batch_per_rank rows); for an input with other rows call "
             f"config.set_input({name!r}, sbp=...)"
         )
 

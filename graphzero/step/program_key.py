@@ -132,7 +132,7 @@ class ProgramKeyBuilder:
                 raise ConfigError(
                     f"optimizer {index} ({type(optimizer).__name__}) still holds the former {path}, "
                     f"{tensor_text(param)}; its module {now}, so the optimizer would step a tensor that is not used. "
-                    "Make optimizer and Graph anew after modules change, or put the new parameters in its param_groups"
+                    "Make a new optimizer and Graph after modules change, or put the new parameters in its param_groups"
                 )
 
 
@@ -140,7 +140,7 @@ def differing(one: ProgramKey, other: ProgramKey) -> list[str]:
     """Names of the parts in which two keys differ."""
     mine, its = dict(one.captured), dict(other.captured)
     names = [name for name in dict.fromkeys((*mine, *its)) if mine.get(name) != its.get(name)]
-    names += ["how tensors lie"] * (one.placed != other.placed)
+    names += ["how tensors are placed"] * (one.placed != other.placed)
     return names + ["configuration"] * (one.config != other.config)
 
 

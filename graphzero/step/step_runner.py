@@ -124,7 +124,7 @@ class StepRunner:
         return (
             f"a call of {self.source.name} ended in the middle of its update ({type(error).__name__}: {error}), so "
             "parameters, optimizer states and schedulers are partly those of before it and partly those of after it; "
-            "load a checkpoint of all of them, graph.load_state_dict(...), or make modules, optimizer and Graph anew"
+            "load a checkpoint of all of them, graph.load_state_dict(...), or make new modules, optimizer and Graph"
         )
 
     # ---- reading

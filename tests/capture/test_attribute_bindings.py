@@ -153,7 +153,7 @@ REFUSED = {
     deletes: ({"seen": zeros(6)}, "takes out buffer model.seen"),
     grows: ({"seen": zeros(0, 6)}, r"turns buffer model.seen, float64[0, 6], into float64[1, 6]"),
     widens: ({"seen": zeros(6, dtype=torch.int64)}, "turns buffer model.seen, int64[6], into float32[6]"),
-    one_of_two: ({"seen": SHARED, "other": SHARED}, "binds buffer model.seen anew, which is model.other as well"),
+    one_of_two: ({"seen": SHARED, "other": SHARED}, "rebinds buffer model.seen, which is model.other as well"),
     memory_of_a_parameter: ({"seen": zeros(6)}, "binds buffer model.seen to the memory of model.layer.bias"),
     other_parameter: ({}, "replaces parameter model.layer.bias"),
     no_parameter: ({}, "takes out parameter model.layer.bias"),

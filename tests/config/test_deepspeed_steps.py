@@ -63,7 +63,7 @@ def test_an_optimizer_is_torchs_with_deepspeeds_defaults(kind, params, found, he
         (
             "Lamb",
             {},
-            "torch has no Lamb as DeepSpeed has it; take the section out, and give optimizer_arguments one of your own",
+            "torch has no Lamb as DeepSpeed has it; take the section out, and give optimizer_arguments your own",
         ),
         ("OneBitAdam", {}, "write AdamW; gradients are not compressed"),
         ("Muon", {}, "torch.optim.Muon has the matrices and AdamW the rest"),
@@ -317,5 +317,5 @@ def test_own_optimizers_are_given_the_schedule_and_the_clipping_of_the_json():
     without = {name: held for name, held in JSON.items() if name not in ("optimizer", "scheduler")}
     said = ported(**without).deepspeed
     assert said.optimizer_arguments(own)["lr_sch"] is None
-    with pytest.raises(gz.ConfigError, match="no optimizer section; give an optimizer of your own"):
+    with pytest.raises(gz.ConfigError, match="no optimizer section; give your own optimizer"):
         said.make_optimizer(model.parameters())

@@ -133,9 +133,9 @@ def test_nothing_but_what_brings_it_back_may_read_host_memory():
         graph.hand_out({graph.node("y"): graph.node("h_host")})
         return graph
 
-    with pytest.raises(gz.VerifyError, match="'neg_default' = neg reads 'h_host', which lies in host memory"):
+    with pytest.raises(gz.VerifyError, match="'neg_default' = neg reads 'h_host', which is in host memory"):
         gz.Pipeline([reads])(moved)
-    with pytest.raises(gz.VerifyError, match="the step hands out 'h_host', which lies in host memory"):
+    with pytest.raises(gz.VerifyError, match="the step returns 'h_host', which is in host memory"):
         gz.Pipeline([returns])(moved)
 
 
@@ -150,7 +150,7 @@ forward:
   r  = examples.reload.default(hp)    : f32[8, 4]
   return r
 """)
-    with pytest.raises(gz.VerifyError, match="'hp' = pin reads 'h', which lies in host memory"):
+    with pytest.raises(gz.VerifyError, match="'hp' = pin reads 'h', which is in host memory"):
         gz.Pipeline([lambda graph: graph])(early)
 
 

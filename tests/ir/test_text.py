@@ -328,7 +328,7 @@ def test_a_line_that_cannot_be_read_is_named_and_shown(line: str) -> None:
         (one("y = relu(x) : f32[2]", "y; grad_norm.0=q"), "line 5 of the graph: .*q is not defined"),
         (one("y = relu(x) : f32[2]", "y +"), "line 5 of the graph: 'y \\+' is not a value"),
         (one("y = relu(x) : f32[2]") + "  z = relu(x) : f32[2]", "line 5 of the graph: .* ends with what it returns"),
-        (one("y = relu(x) : f32[2]\ninput:\n  z = batch() : f32[2]"), "line 5 of the graph: inputs stand first"),
+        (one("y = relu(x) : f32[2]\ninput:\n  z = batch() : f32[2]"), "line 5 of the graph: inputs come first"),
     ],
 )
 def test_a_text_that_is_no_graph_says_why(text: str, problem: str) -> None:

@@ -335,7 +335,7 @@ def test_a_slot_holds_one_collective_at_a_time() -> None:
 
 
 def test_what_is_launched_is_awaited() -> None:
-    refused(SLOTS.format(""), "nobody waits for 'h'")
+    refused(SLOTS.format(""), "no op waits for 'h'")
     refused(SLOTS.format(WAITS[0].replace("B", "S(0)")), r"'a' takes B to S\(0\), which wait does not")
 
 

@@ -95,13 +95,13 @@ def test_a_name_of_no_value_is_said():
 
 
 MUTATIONS = {  # what is replaced, and by what: what verify says
-    ("split(to_device_wait, 2, 1)", "split(to_host_wait, 2, 1)"): "reads 'to_host_wait', which lies in host memory",
+    ("split(to_device_wait, 2, 1)", "split(to_host_wait, 2, 1)"): "reads 'to_host_wait', which is in host memory",
     ("split(to_device_wait, 2, 1)", "split(to_device_launch, 2, 1)"): "is not the only reader|under way",
     ("to_device_launch(to_host_wait)  ", "to_device_launch(host_room)  "): "neither a state of an optimizer nor in a",
     ("to_host_launch(host_room, a)", "to_host_launch(c0, a)"): "neither a state of an optimizer nor in a host_room",
     ("sin(b, out=b)", "sin(b) : f32[8, 2]  B\n  w = exp(a, out=a) : f32[8, 4]  B\n  w0 = neg(b)"):
         "'to_host_wait' reads 'a', in whose storage 'w' writes",
-    ("return e, gb", "return e, gb, to_host_wait"): "hands out 'to_host_wait', which lies in host memory",
+    ("return e, gb", "return e, gb, to_host_wait"): "returns 'to_host_wait', which is in host memory",
 }  # fmt: skip
 
 

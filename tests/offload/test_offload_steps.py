@@ -194,7 +194,7 @@ def test_settings_say_what_is_wrong(tmp_path):
     config = gz.GraphConfig(gz.placement("cpu", range(2), virtual=True))
     with pytest.raises(gz.ConfigError, match=r"enable_offload\(2\): say True or False"):
         config.enable_offload(2)
-    with pytest.raises(gz.ConfigError, match="nothing would lie in that folder"):
+    with pytest.raises(gz.ConfigError, match="nothing would be written there"):
         config.enable_offload(False, path=tmp_path)
     for path in ("", b"states"):
         with pytest.raises(gz.ConfigError, match=r"enable_offload\(path=.*\): give the path of a folder"):

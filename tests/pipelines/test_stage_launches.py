@@ -149,8 +149,8 @@ def test_receives_next_to_their_readers_may_wait_for_each_other_and_are_refused_
             texts.append(str(error))
     assert len(texts) > 4 and texts[0] == (
         "the schedule 'interleaved' does not end: the transfer of 'mm' of prologue@0 on member 0 needs the transfer "
-        "of 'mm' of prologue@0 on member 1, which stands behind the transfer of 'addmm_mb' of 0F0 on member 1, which "
-        "needs the transfer of 'addmm_mb' of 0F0 on member 0, which stands behind the transfer of 'mm' of prologue@0 "
+        "of 'mm' of prologue@0 on member 1, which comes after the transfer of 'addmm_mb' of 0F0 on member 1, which "
+        "needs the transfer of 'addmm_mb' of 0F0 on member 0, which comes after the transfer of 'mm' of prologue@0 "
         "on member 0"
     )
 
@@ -199,7 +199,7 @@ def test_a_sent_value_keeps_its_memory_until_its_send_has_ended() -> None:
 
 def test_behind_a_call_that_stopped_gpus_do_not_go_on() -> None:
     communicator: Any = SimpleNamespace(rank=3, generation=1, _stages={(1, 3): (0, None)})
-    with pytest.raises(GraphZeroError, match="rank 3: a call of these ranks has stopped.*\n  Start the processes anew"):
+    with pytest.raises(GraphZeroError, match="rank 3: a call of these ranks has stopped.*\n  Restart the processes"):
         Communicator.stage_transport(communicator, [1, 3], torch.device("cuda"))
 
 

@@ -128,7 +128,7 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(tmp_path: P
     for status, text in results_of(run_without_interface, 2, tmp_path):
         assert status == 2 and text.startswith("graphzero: PlacementError: gloo cannot connect this rank, on host ")
         assert "Unable to find address for: eth9" in text and re.search(r"it is eth9, and this host has .*\blo\b", text)
-        assert re.search(r"first try .* failed: .*eth9\n .*start all processes anew", text)
+        assert re.search(r"first try .* failed: .*eth9\n .*restart all processes", text)
 
 
 WRONG = [

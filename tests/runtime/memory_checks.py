@@ -128,7 +128,7 @@ def check_memory_that_ranks_share_or_may_only_read_is_refused_where_a_step_write
         graph = mse_graph(model, sgd(model), stage)
         raises(
             ConfigError,
-            "parameter model.last.weight lies in memory that can only be read",
+            "parameter model.last.weight is in read-only memory",
             functools.partial(graph, *share(0)),
         )
         mapped = torch.from_file(str(folder / "shared"), shared=True, size=15, dtype=torch.float64).view(3, 5)
@@ -137,7 +137,7 @@ def check_memory_that_ranks_share_or_may_only_read_is_refused_where_a_step_write
         if stage == 3:
             graph(*share(0))
         else:
-            what = "model.last.weight of rank 0 and the parameter model.last.weight of rank 1 lie in one memory"
+            what = "model.last.weight of rank 0 and the parameter model.last.weight of rank 1 share memory"
             for _ in range(2):
                 raises(ConfigError, what, functools.partial(graph, *share(0)))
             model.last.weight.data = mapped.clone()

@@ -96,16 +96,16 @@ ILLEGAL = {
     ),
     "backward stands before forward": (
         "0F0,0B0\n1B0,1F0\n",
-        "row 1, column 0: '1B0' needs '1F0' (row 1, column 1), which stands behind it",
+        "row 1, column 0: '1B0' needs '1F0' (row 1, column 1), which comes after it",
     ),
     "weight gradients stand before gradients of the input": (
         "0F0,0W0,0I0\n",
-        "row 0, column 1: '0W0' needs '0I0' (row 0, column 2), which stands behind it",
+        "row 0, column 1: '0W0' needs '0I0' (row 0, column 2), which comes after it",
     ),
     "two ranks wait for each other": (
         "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
-        "row 0, column 1: '0B0' needs '1B0' (row 1, column 2), which stands behind '1F1' (row 1, column 1), "
-        "which needs '0F1' (row 0, column 2), which stands behind '0B0' (row 0, column 1)",
+        "row 0, column 1: '0B0' needs '1B0' (row 1, column 2), which comes after '1F1' (row 1, column 1), "
+        "which needs '0F1' (row 0, column 2), which comes after '0B0' (row 0, column 1)",
     ),
     "the parts of one cell wait for each other": (
         "0F0,0B0\n(1F0;1B0)OVERLAP_F_B\n",
@@ -114,7 +114,7 @@ ILLEGAL = {
     ),
     "micro-batches descend": (
         "0F0,0F1,0B1,,0B0\n",
-        "row 0, column 4: '0B0' stands after '0B1' (row 0, column 2), "
+        "row 0, column 4: '0B0' comes after '0B1' (row 0, column 2), "
         "but a stage sums its weight gradients in ascending order of micro-batches",
     ),
     "a send is absent": (
@@ -127,7 +127,7 @@ ILLEGAL = {
     ),
     "a send of a gradient stands before what it sends": (
         "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1SEND_B0,1B0\n",
-        "row 1, column 2: '1SEND_B0' needs '1B0' (row 1, column 3), which stands behind it",
+        "row 1, column 2: '1SEND_B0' needs '1B0' (row 1, column 3), which comes after it",
     ),
     "a send has no other rank": (
         "0F0,1F0,0SEND_F0,1B0,0B0\n",
@@ -135,11 +135,11 @@ ILLEGAL = {
     ),
     "an action stands before its receive": (
         "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0\n",
-        "row 1, column 0: '1F0' needs '1RECV_F0' (row 1, column 1), which stands behind it",
+        "row 1, column 0: '1F0' needs '1RECV_F0' (row 1, column 1), which comes after it",
     ),
     "a send stands before what it sends": (
         "0SEND_F0,0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
-        "row 0, column 0: '0SEND_F0' needs '0F0' (row 0, column 1), which stands behind it",
+        "row 0, column 0: '0SEND_F0' needs '0F0' (row 0, column 1), which comes after it",
     ),
     "parameters are not gathered": (
         "0UNSHARD,0F0,0RESHARD,0B0\n",
@@ -155,11 +155,11 @@ ILLEGAL = {
     ),
     "gradients are reduced too early": (
         "0F0,0F1,0B0,0REDUCE_GRAD,0B1\n",
-        "row 0, column 4: '0B1' stands after 0REDUCE_GRAD, which reduces its gradients",
+        "row 0, column 4: '0B1' comes after 0REDUCE_GRAD, which reduces its gradients",
     ),
     "gradients are reduced twice": (
         "0F0,0B0,0REDUCE_GRAD0,0REDUCE_GRAD0\n",
-        "row 0, column 3: '0REDUCE_GRAD0' stands in the row twice",
+        "row 0, column 3: '0REDUCE_GRAD0' is in the row twice",
     ),
 }  # fmt: skip
 

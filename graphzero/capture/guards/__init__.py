@@ -1,4 +1,4 @@
-"""Guards: what a capture assumes beside the key of its call, checked before each call that would run its program.
+"""Guards: assumptions of a capture besides the key of its call, checked before each call that would run its program.
 
 A call's key (``step/program_key.py``) guards structure, shapes and dtypes of the inputs, modules and their modes,
 parameters, and torch's settings.  What else a capture depends on is known only after build has been traced, so it is

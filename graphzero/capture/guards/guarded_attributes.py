@@ -137,7 +137,7 @@ def _kinds_of(values: Any, names: Sequence[str]) -> Any:
 
 def _writes_since(before: ObjectIdentity, now: ObjectIdentity) -> str:
     """Writes to a tensor since build read it, in words."""
-    moved = "" if now.address == before.address else ", lies elsewhere"
+    moved = "" if now.address == before.address else ", at another address"
     return f"written to {now.version - before.version} times{moved}"
 
 

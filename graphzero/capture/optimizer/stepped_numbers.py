@@ -93,7 +93,7 @@ def numbers_of_states(optimizer: torch.optim.Optimizer, group: int) -> dict[str,
                 raise problem(
                     f"state[{key[len(OF_STATE) :]!r}] of {type(optimizer).__name__} is a Python number that differs "
                     f"among the parameters of group {group}: {numbers[key]} and {x}",
-                    "give parameters with other counts a parameter group of their own, or count in 0-d tensors",
+                    "give parameters with other counts their own parameter group, or count in 0-d tensors",
                 )
     return numbers
 

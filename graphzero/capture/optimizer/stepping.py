@@ -180,7 +180,7 @@ class OptimizerTracer:
         is_held = len(current) == len(groups) and all(x is y for x, y in zip(current, groups, strict=True))
         if not is_held or self.optimizer.state is not state:
             raise problem(
-                f"{self.name} makes its {'state' if is_held else 'param_groups'} anew at each access, "
+                f"{self.name} makes its {'state' if is_held else 'param_groups'} again at each access, "
                 "so a graph cannot step it",
                 "keep one object, self.param_groups = inner.param_groups and self.state = inner.state, as "
                 "torch.optim.Optimizer does",

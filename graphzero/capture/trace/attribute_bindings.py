@@ -44,7 +44,7 @@ _FORM = (
 _SHARED = "Bind all of them, or write in place, which all of them see: self.total.copy_(new)"
 _ALIAS = "Bind a copy, .clone(): in plain PyTorch it changes whenever the other one is written to"
 _PLAIN = (
-    "What a step keeps for the next one stands in a buffer: self.register_buffer(name, torch.zeros(...)) in __init__, "
+    "What a step keeps for the next one belongs in a buffer: self.register_buffer(name, torch.zeros(...)) in __init__, "
     "and self.name = new or self.name.copy_(new) in forward"
 )
 
@@ -138,7 +138,7 @@ class AttributeBindings:
             return None if is_final and self._is_cache(after, now) else (reason, _FIRST)
         others = [_path(p) for p, x in self._before.items() if x is before and now.get(p) is not after]
         if others:
-            return f"build binds {what} anew, which is {', '.join(others)} as well", _SHARED
+            return f"build rebinds {what}, which is {', '.join(others)} as well", _SHARED
         if _form(before) != _form(after):
             change = f"build turns {what}, {_text(before)}, into {_text(after)}"
             return None if self._is_cache(after, now) else (change, _FORM)

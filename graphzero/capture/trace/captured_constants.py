@@ -31,7 +31,7 @@ _SHARED_ELEMENTS_HINT = (
 )
 _SHARED_HINT = (
     "Use the parameter or buffer itself, by the name that its module has for it: a graph follows names, and what it "
-    "writes there need not lie where this tensor looks"
+    "writes there may be in other memory than this tensor's"
 )
 _FOREIGN_HINT = (
     "Assign the module that owns it to the Graph in __init__ (self.model = model), or call .detach() on it outside of "

@@ -252,7 +252,7 @@ class OpMode(TorchDispatchMode):
             name = func._schema.name.split("::")[1].strip("_")
             raise problem_here(f"build calls a collective of torch.distributed: {name}", _COLLECTIVE_HINT, self.build)
         if isinstance((kwargs or {}).get("generator"), torch.Generator):
-            raise problem_here("build draws from a torch.Generator of its own", _GENERATOR_HINT, self.build)
+            raise problem_here("build draws from its own torch.Generator", _GENERATOR_HINT, self.build)
         if func is aten.embedding_renorm_.default:
             raise problem_here("an embedding with max_norm rewrites rows of its weight in forward", _RENORM, self.build)
         if _SPARSE.get(func, 99) < len(args) and args[_SPARSE[func]]:

@@ -157,7 +157,7 @@ class SaveMarkers:
             if now != size:
                 size, changed = now, time.monotonic()
             elif reason and is_overdue:
-                raise self._incomplete(f"{reason}, and nobody has written anything for {self._patience:.0f} s")
+                raise self._incomplete(f"{reason}, and no rank has written anything for {self._patience:.0f} s")
 
     def _check_going_on(self) -> None:
         self.check_failures()

@@ -60,7 +60,7 @@ class PartialCheckpoint:
                     return self.path
             if self._lock is not None:
                 self.discard()
-        raise CheckpointError(f"{folder}: other jobs have taken every number first; give this one a folder of its own")
+        raise CheckpointError(f"{folder}: other jobs have taken every number first; give this one its own folder")
 
     def _take(self, numbered: Path, path: Path) -> bool:
         """Return whether the number is this job's now."""

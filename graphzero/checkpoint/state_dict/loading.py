@@ -60,7 +60,7 @@ def all_or_partial(state: State, doing: str) -> Iterator[None]:
     except BaseException as error:
         state.mark_partial_update(
             f"{doing} ended half way ({type(error).__name__}: {error}), so parameters and optimizer states "
-            "are partly the checkpoint's; load one, graph.load_state_dict(...), or make modules and optimizer anew"
+            "are partly the checkpoint's; load one, graph.load_state_dict(...), or make new modules and a new optimizer"
         )
         raise
     finally:

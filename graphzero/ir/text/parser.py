@@ -48,7 +48,7 @@ def parse(text: str, place: Placement | None = None) -> StepGraph:
     """Read a printed graph.
 
     Args:
-        text: what ``str(graph)`` prints; spaces between columns are free.  A line ``format 1`` may stand above it.
+        text: what ``str(graph)`` prints; spaces between columns are free.  A line ``format 1`` may come before it.
         place: the placement, with as many axes as the first line names, of these sizes; by default virtual CPU ranks.
 
     Raises:
@@ -90,7 +90,7 @@ class _Parser:
             line = self.lines[self.number].strip()
             if head := _HEAD.fullmatch(line):
                 if head[1] == "input" and (phase != "input" or head[2]):
-                    raise self.fail("inputs stand first, above every op")
+                    raise self.fail("inputs come first, before every op")
                 phase, repeat = head[1], int(head[2] or 0)
             elif re.match(r"return(\W|$)", line):
                 self._return(" ".join(part.strip() for part in self.lines[self.number :] if not _is_blank(part)))
@@ -212,7 +212,7 @@ class _Parser:
         role = reader.role(name)
         if role.kind not in PLACEHOLDER_KINDS:
             raise self.fail(
-                f"inputs are {', '.join(PLACEHOLDER_KINDS)}; an op stands under `forward:` or a later phase"
+                f"inputs are {', '.join(PLACEHOLDER_KINDS)}; an op is written under `forward:` or a later phase"
             )
         node = self.result.graph.create_node("placeholder", name, name=name)
         node.meta["role"] = role

@@ -39,8 +39,8 @@ def check_spaces(graph: StepGraph, where: str) -> None:
         if node.target is operator.getitem:
             on_host.update([node] if read else [])
         elif read and not memory_space.is_reload(node.target):
-            reader = "the step hands out" if node.op == "output" else f"'{node.name}' = {op_name(node.target)} reads"
-            problem = f"{reader} '{read[0].name}', which lies in host memory"
+            reader = "the step returns" if node.op == "output" else f"'{node.name}' = {op_name(node.target)} reads"
+            problem = f"{reader} '{read[0].name}', which is in host memory"
             hint = "Bring it back first, by to_device_launch and to_device_wait, or by reload"
             raise violation(read[0] if node.op == "output" else node, where, problem, hint)
         if node.target in (ops.host_room, *ops.HOST_COPIES):
@@ -63,7 +63,7 @@ def _check_copy(node: fx.Node, where: str) -> None:
         waits = [user for user in node.users if user.target in ops.HOST_WAITS and user.args[0] is node]
         if len(waits) != 1 or len(node.users) != 1:
             others = [user.name for user in node.users if user not in waits]
-            first = f"'{others[0]}' reads" if others else "nobody waits for"
+            first = f"'{others[0]}' reads" if others else "no op waits for"
             raise violation(node, where, f"{first} '{node.name}', which is under way", "Read what its one wait returns")
     source = node.args[-1]
     assert isinstance(source, fx.Node)

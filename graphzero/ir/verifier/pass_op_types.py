@@ -228,7 +228,7 @@ def _accumulator(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> A
 
 
 def _micro_batch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    need(graph.level != "captured" and not kwargs, "stands in a captured graph")
+    need(graph.level != "captured" and not kwargs, "is in a captured graph")
     need(len(args) == 1 and type(args[0]) is int and args[0] > 1, "has no number of micro-batches")
     return ScalarType("int")
 

@@ -93,7 +93,7 @@ class _StorageWalk:
             if node.target in ops.ASSIGNING:
                 self._check_new(node, value.operand(node))
         for launch in self.busy.values():
-            raise self._violation(launch, f"nobody waits for '{launch.name}'", "Add the wait, or drop the launch too")
+            raise self._violation(launch, f"no op waits for '{launch.name}'", "Add the wait, or drop the launch too")
 
     def _violation(self, node: fx.Node, problem: str, hint: str) -> VerifyError:
         return violation(node, self.where, problem, hint)
@@ -146,7 +146,7 @@ class _StorageWalk:
             if kernel_forms.writing(node.target, device) is None:
                 problem = f"'{node.name}' can only write over its first operand, which '{room.name}' is not"
             else:
-                problem = f"'{node.name}' writes row by row, which '{room.name}' is not known to lie"
+                problem = f"'{node.name}' writes row by row, and the layout of '{room.name}' is not known to be that"
             raise self._violation(node, problem, "Take out= off it, or make its room by an op that lays it out so")
 
     def _check_overwrite(self, node: fx.Node, room: fx.Node, reads: _Reads) -> None:

@@ -45,7 +45,7 @@ def _describe(race: StreamRace) -> str:
     if second.does == "end":
         return f"the step ends while {first} may still run in {_memory(race.region)}: nothing waits for it"
     if second.does == "free":
-        return f"behind {second} the memory of {_memory(race.region)} is given back while {first} may still run in it"
+        return f"after {second} the memory of {_memory(race.region)} is given back while {first} may still run in it"
     return f"{second} works in {_memory(race.region)} while {first} may still run in it"
 
 

@@ -110,12 +110,12 @@ def _check_repeated(graph: StepGraph, where: str) -> None:
     for i in inside:
         node = at.nodes[i]
         if value.repeats_of(node) == 0 or len(counts) > 1 or node.op != "call_function":
-            problem = f"'{node.name}' stands between ops that are repeated, and is not, or not as often"
-            raise violation(node, where, problem, "Add ops with like= an op that they stand beside, or behind these")
+            problem = f"'{node.name}' is between ops that are repeated, and is not repeated as often"
+            raise violation(node, where, problem, "Add ops with like= a neighbouring op, or after these")
         leaves = any(at.position[user] >= inside.stop for user in node.users)
         storages = [storage for storage in at.roots[node] if storage is not None]
         if leaves and any(at.position[storage[0]] >= inside.start for storage in storages):
-            problem = f"'{node.name}' is made anew each time, and read when all is through"
+            problem = f"'{node.name}' is made again each time, and read after the last repetition"
             raise violation(node, where, problem, "Hand it on in an accumulator: accumulate, put, or carry")
 
 
@@ -146,7 +146,9 @@ def _check_sbp(node: fx.Node, type_: TensorType, nd: Nd | None, graph: StepGraph
     axes, hierarchy = graph.placement.names, graph.placement.hierarchy
     if nd is None or len(nd) != len(axes) or None in nd:
         problem = f"'{node.name}' has no SBP on each of the axes {', '.join(axes)}"
-        raise violation(node, where, problem, "Run `propagate` after passes that add values, or set its SBP")
+        raise violation(
+            node, where, problem, "Add values before `propagate`, or with an SBP: graph.call(..., sbp=value.nd_of(x))"
+        )
     for axis, sbp in zip(axes, nd, strict=True):
         if sbp.is_split and sbp.dim >= len(type_.shape):
             problem = f"'{node.name}' is {sbp} on axis {axis}, but it has {len(type_.shape)} dims"

@@ -1,7 +1,7 @@
 """InsertBoxing: an explicit ``box`` wherever a reader wants a value in another SBP than it has.
 
 The only pass that moves data between ranks decides nothing here: SBPs say what each op makes, rules say what it
-must read for that.  A value is boxed to one SBP once.  A reduction stands right behind what it reduces, a gather
+must read for that.  A value is boxed to one SBP once.  A reduction comes right after what it reduces, a gather
 or a cut right before its first reader, and a box in front of a ``use`` or a ``pin`` at that node's place.
 """
 

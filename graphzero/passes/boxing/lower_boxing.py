@@ -1,4 +1,8 @@
-"""LowerBoxing: each box becomes the collectives and local cuts, on one placement axis each, that its route names."""
+"""LowerBoxing: each box becomes the collectives and local cuts, on one placement axis each, that its route names.
+
+Here the reduce_scatter of a gradient is created (P to S), as are all_reduce (P to B), all_gather (S to B) and
+all_to_all (S to another S); ``sbp/collectives.py`` has the table.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class RingAttention(BuiltinPass):
-    """Replaces attention to gathered keys and values by attention to blocks of them, which go round in a ring.
+    """Replaces attention to gathered keys and values by attention to blocks of them, which are passed around a ring.
 
     A rank then holds one block, and another that is on its way, in place of all keys and values.  It leaves attention
     as it is where the pieces of queries and of keys are not those of one sequence, of equal length on all ranks.
@@ -261,7 +261,7 @@ def find_ring(graph: StepGraph, node: fx.Node) -> AttentionRing | str:
         return "keys and values are not split as queries are"
     gradients = {op: _reduced(graph, number, op) for op in backward_ops(node)}
     if any(len(one) < 2 for one in gradients.values()):
-        return "the gradients of keys and values are not both reduced to the pieces of the ranks right behind backward"
+        return "the gradients of keys and values are not both reduced to the pieces of the ranks right after backward"
     return AttentionRing(graph, axis, node, travelling, gradients)
 
 

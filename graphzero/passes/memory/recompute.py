@@ -1,8 +1,9 @@
 """Recompute: values of forward that backward reads are computed again there, instead of being held until then.
 
-It trades time for memory and changes no bit: an op that runs again reads what it read before, draws of random numbers
-are functions of what they read.  A value that is computed again needs what it is computed from: what of that is named
-too is computed again likewise, the rest is held.  Which values are worth it is not decided here: see ``plan``.
+This is activation checkpointing.  It trades time for memory and changes no bit: an op that runs again reads what it
+read before, draws of random numbers are functions of what they read.  A value that is computed again needs its
+operands: those that are named too are also computed again, the others are held.  The choice of values is not made
+here: see ``plan``.
 """
 
 from __future__ import annotations
@@ -123,12 +124,12 @@ class ForwardOps:
         if target in _NEVER_RECOMPUTED:
             return f"{op_name(target)} runs once"
         if memory_space.is_offload(target):
-            return "it lies in host memory"
+            return "it is in host memory"
         if isinstance(target, torch._ops.OpOverload):
             if target._schema.is_mutable:
                 return f"{op_name(target)} writes over what it reads"
             if torch.Tag.nondeterministic_seeded in target.tags:
-                return f"{op_name(target)} draws numbers of its own"
+                return f"{op_name(target)} draws its own numbers"
         return "the update or the caller reads it" if maker in self._handed_on else ""
 
 

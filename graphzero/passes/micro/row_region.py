@@ -147,7 +147,7 @@ class _Growing:
             raise NoRegion("it depends on products with several weights, which micro-batches cut better")
         for node in self.region.results:
             if self.cut[node].is_broadcast:
-                raise NoRegion(f"'{node.name}', which is read behind it, is not a sum over rows and has none")
+                raise NoRegion(f"'{node.name}', which is read after it, is not a sum over rows and has none")
         self._check_moves()
         return self.region
 
@@ -189,7 +189,7 @@ class _Growing:
             read = next((x for x in node.all_input_nodes if x in self.inside), None)
             if read is None:
                 raise NoRegion(f"it reads '{node.name}', which is made when backward has ended")
-            raise NoRegion(f"{'the step hands out' if node.op == 'output' else 'the update reads'} '{read.name}'")
+            raise NoRegion(f"{'the step returns' if node.op == 'output' else 'the update reads'} '{read.name}'")
         if len(self.inside) == LONGEST:
             raise NoRegion(f"it is connected to more than {LONGEST} ops")
         self.inside.add(node)

@@ -28,7 +28,7 @@ class Pin(BuiltinPass):
         0-d), everything else B.
     Raises SbpError for a role that no placeholder has, and for another number of SBPs than axes.
 
-    Requires: a captured program, in which each phase reads a parameter through a ``use`` of its own.
+    Requires: a captured program, in which each phase reads a parameter through its own ``use``.
     Ensures: inputs, uses and gradients are pinned on every axis; earlier pins stay.
 
     Example::

@@ -1,7 +1,7 @@
 """Zero: optimizer states, gradients and parameters from broadcast to split.
 
 It moves no data: it moves pins (Rajbhandari et al., "ZeRO", arXiv 1910.02054).  Propagation carries them on, and
-boxing makes the collectives that follow.
+``LowerBoxing`` creates the collectives that follow, such as the reduce_scatter of a gradient.
 """
 
 from __future__ import annotations

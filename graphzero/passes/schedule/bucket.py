@@ -38,10 +38,10 @@ ALONE = LONG  # bytes from which a value on a CPU travels by itself
 
 @dataclass(frozen=True)
 class Bucket(BuiltinPass):
-    """Joins collectives into buckets; a value that is larger than a bucket gets one of its own.
+    """Joins collectives into buckets; a value that is larger than a bucket gets its own.
 
     bucket_bytes: of whole values in a bucket, at most.  By default an eighth of the parameters' bytes, within 64 KiB
-        and 4 MiB: slots then stay small beside a small model.  The bits of a result do not depend on it.
+        and 4 MiB: slots then stay small compared with a small model.  The bits of a result do not depend on it.
 
     Requires: collectives that are not in buckets yet.
     Ensures: each gather, reduce-scatter and all-reduce is in a bucket, possibly alone; results keep their names.

@@ -144,7 +144,7 @@ def _describe_copies(graph: StepGraph) -> str:
     device, at = plain(graph.placement.device_type), liveness(graph)
     if device.type == "cpu":
         seconds = sum(seconds_of(at, at.nodes[i], device) for i in at.turns if at.nodes[i].target in ops.HOST_LAUNCHES)
-        return f"copies take {format_seconds(seconds)}, which a CPU hides behind nothing"
+        return f"copies take {format_seconds(seconds)}, which a CPU does not overlap with compute"
     step = timeline(graph, device)
     exposed = format_seconds(step.host_copies_exposed)
     return f"copies take {format_seconds(step.host_copies)}, of which the step waits {exposed}, by {device.name}"

@@ -123,7 +123,9 @@ class _MemberChoice:
         """A choice in words."""
         trips, device = self.round_trips(number), plain(self.memory.pipeline.placement.device_type)
         awaited, count = max(number - len(self.keys), 0), len({trip.slots[0][0] for trip in trips})
-        hidden = "which a CPU hides behind nothing" if device.type == "cpu" else "beside the calls next to them"
+        hidden = (
+            "which a CPU does not overlap with compute" if device.type == "cpu" else "beside the calls next to them"
+        )
         if awaited and device.type != "cpu":
             hidden += f", but for {awaited} values for which the step waits"
         seconds = 2 * sum(device.host_copy_seconds(trip.nbytes) for trip in trips)

@@ -16,7 +16,7 @@ from graphzero.errors import ConfigError
 
 ADAMS = ("adam", "adamw")
 IGNORED = ("set_grad_none", "fp32_optimizer_states")  # of how it steps, not of what it computes
-_OWN = "take the section out, and give optimizer_arguments one of your own: any whose step traces is taken"
+_OWN = "take the section out, and give optimizer_arguments your own: any whose step traces is taken"
 _BITS = "write AdamW; gradients are not compressed, fp16 and bf16 send them in 16 bit"
 INSTEAD = {  # of what torch has not
     "lamb": _OWN,
@@ -64,7 +64,7 @@ def _adam(name: str, parameters: dict[str, Any]) -> tuple[type[Optimizer], dict[
     if not parameters.pop("bias_correction", True):
         raise ConfigError("optimizer.params.bias_correction: false; torch's Adam corrects its moments, always")
     if parameters.pop("amsgrad", False):
-        raise ConfigError("optimizer.params.amsgrad: DeepSpeed's Adam has none either; write torch_adam true beside it")
+        raise ConfigError("optimizer.params.amsgrad: DeepSpeed's Adam has none either; set torch_adam to true too")
     parameters = {key: value for key, value in parameters.items() if key not in IGNORED}
     return optimizer_class, {"weight_decay": 0.0, **parameters}
 

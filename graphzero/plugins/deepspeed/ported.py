@@ -95,7 +95,7 @@ class DeepSpeed:
     def make_optimizer(self, params: Parameters) -> Optimizer:
         """The JSON's optimizer, one of torch's, for these parameters or groups.  ConfigError if it names none."""
         if self._optimizer is None:
-            raise ConfigError("the DeepSpeed configuration has no optimizer section; give an optimizer of your own")
+            raise ConfigError("the DeepSpeed configuration has no optimizer section; give your own optimizer")
         kind, given = self._optimizer
         optimizer_class, arguments = optimizers.optimizer_of(kind, given)
         return optimizer_class(params, **arguments)
@@ -110,7 +110,7 @@ class DeepSpeed:
     def optimizer_arguments(self, made_or_params: Optimizer | Parameters) -> dict[str, Any]:
         """The arguments of ``add_optimizer``: an optimizer, its schedule, and the largest norm of its gradients.
 
-        made_or_params: an optimizer of your own, or the parameters (or groups) for the JSON's::
+        made_or_params: your own optimizer, or the parameters (or groups) for the JSON's::
 
             self.add_optimizer(**self.config.deepspeed.optimizer_arguments(model.parameters()))
         """

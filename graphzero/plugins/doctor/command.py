@@ -81,7 +81,7 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     one.epilog, one.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
     factory.add_rank_arguments(one)
     one.add_argument("--device", default="device.json", metavar="PATH", help="what `graphzero calibrate` wrote, to be "
-                     "shown beside what is measured; device.json, if it is there")  # fmt: skip
+                     "compared with the measurement; device.json, if it is there")  # fmt: skip
     one.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 

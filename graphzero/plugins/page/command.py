@@ -56,7 +56,7 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     what = one.add_mutually_exclusive_group()
     what.add_argument("--before", metavar="PASS", help="print the program that a pass was given, by name or number")
-    what.add_argument("--after", metavar="PASS", help="print the program behind a pass; by default behind the last")
+    what.add_argument("--after", metavar="PASS", help="print the program after a pass; by default after the last")
     what.add_argument(
         "--diff", metavar="PASS", nargs="?", const=EVERY, help="print what a pass changed, or each of them"
     )
@@ -75,7 +75,7 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     one.add_argument(
         "--beside", metavar="TEXT",
-        help="with --html: another plan beside it, 'stage=3 axes=dp=4,tp=2'; what is not said is as in the first",
+        help="with --html: a second plan, 'stage=3 axes=dp=4,tp=2'; what is not given is as in the first",
     )  # fmt: skip
     one.add_argument("--measured", metavar="FILE", help="with --html: a measured timeline, Trace.to_timeline() as JSON")
     one.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="of diffs; auto")
@@ -136,7 +136,7 @@ def lines(options: argparse.Namespace, snapshots: list[ProgramSnapshot], which: 
         snapshots, options.before or options.after or (options.diff if options.diff != EVERY else None) or CAPTURED
     )
     if (options.before or options.diff not in (None, EVERY)) and chosen == 0:
-        raise ConfigError(f"nothing stands before {CAPTURED!r}; `--after {CAPTURED}` is the program as it was captured")
+        raise ConfigError(f"nothing comes before {CAPTURED!r}; `--after {CAPTURED}` is the program as it was captured")
     if options.list:
         yield from _passes(snapshots)
     elif options.diff:
@@ -172,7 +172,7 @@ def _about(snapshots: list[ProgramSnapshot], node: Any) -> Iterator[str]:
 
 
 def _passes(snapshots: list[ProgramSnapshot]) -> Iterator[str]:
-    yield f"{'':>4} {'pass':<20}{'seconds':>9}{'lines out':>11}{'in':>7}   level behind it"
+    yield f"{'':>4} {'pass':<20}{'seconds':>9}{'lines out':>11}{'in':>7}   level after it"
     for number, (before, after) in enumerate(zip(snapshots, snapshots[1:], strict=False), 1):
         assert after.record is not None
         changed = [line[0] for line in diff(before, after, SnapshotFilter()) if line[:3] not in ("---", "+++")]

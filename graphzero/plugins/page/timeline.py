@@ -57,7 +57,7 @@ def read_measured(path: str) -> list[dict[str, Any]]:
     content = read_json(path, f"--measured {path}", how)
     events = content.get("measured") if isinstance(content, dict) else content
     if not isinstance(events, list) or not events:
-        raise ConfigError(f'--measured {path}: there is no list "measured" of events in it; {how}')
+        raise ConfigError(f'--measured {path}: it has no list "measured" of events; {how}')
     for number, event in enumerate(events):
         if not _is_event(event):
             raise ConfigError(

@@ -39,7 +39,7 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
     one.description = (
         "Runs a few steps, notes when every op and collective of one began and ended on every rank, and\n"
-        "writes that as a Chrome trace, the plan beside it. Lists what takes another part of the step than\n"
+        "writes that as a Chrome trace, next to the plan. Lists what takes another part of the step than\n"
         "planned."
     )
     one.epilog, one.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter

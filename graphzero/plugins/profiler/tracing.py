@@ -32,14 +32,14 @@ WARM_UP = 2  # calls: the first compiles, the second finds all memory
 
 
 class Trace(TraceData):
-    """A step as it was measured, beside what was planned.
+    """A measured step, compared with its plan.
 
     ranks: of every rank, in the placement's order.  traced, untraced: seconds of a step on the first rank, median.
     clock_error: how far the ranks' clocks may be apart, in seconds.
     sent: the collectives of the first rank.  peak: bytes of its storages at the worst moment; None where that was not
     measured, for the reason ``no_peak``.
     planned: the plan's timeline on ``device``; None without one.
-    With pipeline stages what stands beside the plan is of the ``fullest`` member of ``pp``; ``programs`` are those of
+    With pipeline stages the comparison is of the ``fullest`` member of ``pp``; ``programs`` are those of
     the parts, ``planned_actions`` the planned actions of each member.
     """
 

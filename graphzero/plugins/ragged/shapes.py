@@ -109,7 +109,7 @@ def shapes_of(inputs: Any, sizes: Any, fill: Any) -> Shapes:
     """Shapes for the arguments of ``set_shapes``. Raises ConfigError for what is not a name, dim, size or number."""
     if not isinstance(inputs, Mapping) or not inputs:
         raise ConfigError(
-            f"set_shapes({inputs!r}, ...): say which dims of which inputs are ragged, by names of your own: "
+            f"set_shapes({inputs!r}, ...): say which dims of which inputs are ragged, by your own names: "
             '{"input_ids": {0: "rows", 1: "tokens"}}'
         )
     if not isinstance(sizes, Mapping):

@@ -114,7 +114,7 @@ def _other_program(differs: Differs, padded: Padded, at: Sequence[Mapping[str, i
     return CaptureError(
         f"set_shapes pads, and build is another program at {' or '.join(map(_text, at))} than at {here}, so it is not "
         f"known what it does at the true sizes{where}\n\n  Sizes that are those of other dims can do that: choose some "
-        "that differ from each other and from the model's. An `if` that looks at a size must stand outside of build"
+        "that differ from each other and from the model's. An `if` on a size must be outside of build"
     )
 
 

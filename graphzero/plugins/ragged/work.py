@@ -81,9 +81,7 @@ class PaddedOp:
         along, size = alongs[0], value.tensor_type(self.operands[operand]).shape[dim]
         dims = self.ragged[along.name]
         if len(alongs) > 1 or along.sections > 1 or size != dims.size + along.more or not dims.is_prefix:
-            raise self.refusal(
-                alongs[0].name, "reads places by their number, and what was given does not lie side by side"
-            )
+            raise self.refusal(alongs[0].name, "reads places by their number, and the given ones are not contiguous")
         return along
 
     def take(self, operand: int, along: Along) -> None:

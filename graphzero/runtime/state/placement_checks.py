@@ -79,7 +79,7 @@ def check_apart(tensors: Mapping[str, Tensor], written: Iterable[str]) -> None:
         if one in written or other in written:
             first, second = sorted((one, other), key=list(tensors).index)
             raise ConfigError(
-                f"the {first} and the {second} share memory, but are two tensors, each with an update of its own; make "
+                f"the {first} and the {second} share memory, but are two tensors, each with its own update; make "
                 "them one object (a.weight = b.weight; neither .data = ... nor load_state_dict(assign=True) does), or "
                 "give one its own memory: p.data = p.data.clone()"
             )

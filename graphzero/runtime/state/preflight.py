@@ -70,7 +70,7 @@ def check_ranks_apart(ranks: Sequence[int], everyone: Sequence[Mapping[str, str]
             other, its = known.setdefault(place, (rank, name))
             if other != rank:
                 raise ConfigError(
-                    f"the {its} of rank {other} and the {name} of rank {rank} lie in one memory, as "
+                    f"the {its} of rank {other} and the {name} of rank {rank} share memory, as "
                     "torch.multiprocessing hands tensors over, and each rank would write its update there; give each "
                     "process its own before the optimizer is made: model = copy.deepcopy(model)"
                 )
@@ -173,7 +173,7 @@ def _check_memory(
     for name, place in foreign.items():
         if not place.can_write and (name in written or takes):
             raise ConfigError(
-                f"the {name} lies in memory that can only be read, a file mapped so or the like, and a step writes to "
+                f"the {name} is in read-only memory, as a mapped file is, and a step writes to "
                 f"it{', or rank 0 gives it its values' * takes}; give it its own: p.data = p.data.clone()"
             )
     state.apart[graph] = locations
@@ -192,12 +192,12 @@ def _check_state(state: Any, spec: StateSpec, counts: bool) -> None:
     elif not counts or not isinstance(state, (int, float)):
         raise ConfigError(
             f"{name_of(spec)} is a {type(state).__name__}, the program's is a tensor of shape {list(spec.shape)}; load "
-            "a checkpoint, or drop the state to begin anew: del optimizer.state[p]"
+            "a checkpoint, or drop the state to begin again: del optimizer.state[p]"
         )
     if isinstance(state, Tensor) and (state.numel() != 1 if counts else tuple(state.shape) != spec.shape):
         raise ConfigError(
             f"{name_of(spec)} has shape {list(state.shape)}, the program's is {list(spec.shape)}; where a parameter "
-            "was reshaped, its old state no longer fits: del optimizer.state[p], or make the optimizer anew"
+            "was reshaped, its old state no longer fits: del optimizer.state[p], or make a new optimizer"
         )
 
 

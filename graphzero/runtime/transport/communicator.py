@@ -148,7 +148,7 @@ class Communicator:
         if device.type != "cpu" and any(generation != current for generation, _ in self._stages.values()):
             raise GraphZeroError(
                 f"rank {self.rank}: a call of these ranks has stopped, and what it has sent between GPUs may be under "
-                "way still, which NCCL does not take back\n  Start the processes anew and load a checkpoint; torchrun "
+                "way still, which NCCL does not take back\n  Restart the processes and load a checkpoint; torchrun "
                 "--max-restarts=1 does that when all of them end"
             )
         if line not in self._stages or self._stages[line][0] != current:

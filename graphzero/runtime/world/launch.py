@@ -133,7 +133,7 @@ def ensure_world(device_type: str | None) -> None:
     if _failures:
         raise PlacementError(
             f"this process has no process group: its first try to connect with the other ranks failed: {_failures[0]}\n"
-            "  Others may wait for that try still, so there is no second one: start all processes anew"
+            "  Others may still wait for that attempt, so there is no second one: restart all processes"
         )
     kind = device_type or _device_type()
     accelerator = ACCELERATORS.get(kind)

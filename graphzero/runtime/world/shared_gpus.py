@@ -43,7 +43,7 @@ def device_type_of(ranks: int) -> str:
         connections.device_type = kinds.pop() if len(kinds) == 1 and is_own else "cpu"
         if connections.device_type == "cpu" and any(names) and connections.rank == 0:
             text = (
-                f"{ranks} ranks run on the CPU: not every rank has a GPU of its own ({sum(map(bool, names))} ranks see "
+                f"{ranks} ranks run on the CPU: not every rank has its own GPU ({sum(map(bool, names))} ranks see "
                 f"one, {len({*names} - {''})} of them another than the ranks before). Start as many processes as there "
                 'are GPUs, or choose: gz.placement("cpu", ranks) is without this warning'
             )
@@ -91,7 +91,7 @@ def check_shared_gpus(device_type: str, gpus: Mapping[int, str]) -> None:
     given = f"this is {'.'.join(map(str, version))}" if version else "this torch has none"
     raise PlacementError(
         f"{rank_list(sharing)} are on one GPU, and NCCL wants one for each\n  Start fewer processes per machine; or, "
-        "with a process group of your own, call torch.cuda.set_device with another number in each; or run all ranks on "
+        "with your own process group, call torch.cuda.set_device with another number in each; or run all ranks on "
         f'one GPU in one process: gz.placement("{device_type}", ranks, virtual=True). NCCL 2.30 and newer lets ranks '
         f"share a GPU, slowly, with {settings} in the environment of all; {given}"
     )

@@ -245,7 +245,7 @@ def test_an_op_that_writes_row_by_row_is_refused_where_rows_are_not_known_to_lie
         return f"graph g(dp=1) local\n  x = batch() : f32[4, 4]  B\nforward:\n  {lines}"
 
     verify(parse(text("mm(x, x)")))
-    with pytest.raises(VerifyError, match="'b' writes row by row, which 'a' is not known to lie"):
+    with pytest.raises(VerifyError, match="'b' writes row by row, and the layout of 'a' is not known to be that"):
         verify(parse(text("exp(x)")))
 
 

@@ -67,7 +67,7 @@ def test_a_program_without_states_is_left_alone():
 
 
 MUTATIONS = {  # what is replaced, and by what: what verify says
-    ("add(to_device_wait, g, out=to_device_wait)", "add(wm, g)"): "'a' = add reads 'wm', which lies in host memory",
+    ("add(to_device_wait, g, out=to_device_wait)", "add(wm, g)"): "'a' = add reads 'wm', which is in host memory",
     ("add(to_device_wait, g, out=to_device_wait)", "add(to_device_launch, g)"): "is not the only reader|under way",
     ("(to_device_launch, wm) ", "(to_device_launch, vm) "): "is not told what 'to_device_launch' copies",
     ("update(wm=to_host_wait,", "update(wm=to_host_launch,"): "'output' reads 'to_host_launch', which is under way",
@@ -76,7 +76,7 @@ MUTATIONS = {  # what is replaced, and by what: what verify says
         "to_device_launch(wm)                       : f32[64]  S(0)",
         "to_device_launch(wm) : f32[64]  B",
     ): "takes S.0. to B",
-    ("return update", "return to_host_wait; update"): "the step hands out 'to_host_wait', which lies in host memory",
+    ("return update", "return to_host_wait; update"): "the step returns 'to_host_wait', which is in host memory",
     (  # the new value is written over while it is copied
         "  to_host_wait_1   = ",
         "  late             = mul(vm1, 2.0, out=vm1)               : f32[64]  S(0)\n  to_host_wait_1   = ",
@@ -103,5 +103,5 @@ def test_a_copy_that_is_read_too_early_or_past_its_wait_is_refused(before, after
 
 def test_a_copy_that_nobody_awaits_is_refused():
     text = MOVED.replace("to_host_wait_1   = to_host_wait(to_host_launch_1, vm1)", "to_host_wait_1   = neg(vm1)")
-    with pytest.raises(gz.VerifyError, match="nobody waits for 'to_host_launch_1', which is under way"):
+    with pytest.raises(gz.VerifyError, match="no op waits for 'to_host_launch_1', which is under way"):
         verify(parse(text))
