@@ -34,7 +34,7 @@ def context() -> Any:
 def start(work: Callable[..., Any], args: Sequence[Any], ranks: int, method: str = "forkserver") -> None:
     """Run ``work(rank, *args)`` in so many new processes, to the end of all; raises if one fails, and ends the others.
 
-    ``work`` is a function of a module.  method: of multiprocessing, "spawn" for processes that load all anew.
+    ``work`` is a function of a module.  method: of multiprocessing, "spawn" for processes that load all again.
     """
     context()
     started = mp.start_processes(_begin, (work, args), ranks, join=False, start_method=method)

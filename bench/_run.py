@@ -113,7 +113,7 @@ def take_turns(
     seconds_of: Callable[[Callable[[], Any]], float] = processor_seconds,
     first: int = 2,
 ) -> dict[Key, list[float]]:
-    """Seconds of each call round by round, behind ``first`` rounds that do not count."""
+    """Seconds of each call round by round, after ``first`` rounds that do not count."""
     found: dict[Key, list[float]] = {key: [] for key in calls}
     for _ in range(first + rounds):
         for key, call in calls.items():
@@ -141,7 +141,7 @@ END = "<!-- up to here -->\n"
 
 
 def begin(script: str, what: str) -> str:
-    """The line of a page behind which a script's table ``what`` stands."""
+    """The line of a page after which a script's table ``what`` stands."""
     return f"<!-- bench/{script} writes: {what} -->\n"
 
 

@@ -183,7 +183,7 @@ def forget(path: Path) -> None:
 def measure(act: Callable[[], Any]) -> Cost:
     """Seconds until all are through; of the processor, both ranks together; MB at the peak beside what was held before,
     of the fullest rank."""
-    CLEAR.write_text("5")  # the peak begins anew
+    CLEAR.write_text("5")  # the peak begins again
     before = resident("VmRSS")
     dist.barrier()
     began, busy = time.perf_counter(), time.process_time()

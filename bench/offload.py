@@ -4,7 +4,7 @@
     python bench/offload.py --path /tmp --layers 2 --vocabulary 8192
     python bench/offload.py --path /local/disk --activations 0.5 --context 512   # and half of the activations
 
-The figures are of fresh processes, behind some steps: what Linux says is resident of the process' own memory (RssAnon)
+The figures are of fresh processes, after some steps: what Linux says is resident of the process' own memory (RssAnon)
 and of mapped files (RssFile), the optimizer states that the plan says are on the device and on the host, and the median
 step; the most that was resident in a step, of both (VmHWM), beside the plan's peak and activations.  The path is best
 on a disk of its own: pages that have been written are the system's to keep, in memory that is free.
@@ -25,7 +25,7 @@ from peak_memory import CLEAR, MALLOC, give_back, high_water, resident
 from workloads import GPT, Shape, gpt
 
 STEPS = 5
-COLUMNS = {  # of bytes, behind the last step, and at most within it
+COLUMNS = {  # of bytes, after the last step, and at most within it
     "own, MB": "own", "mapped files, MB": "files", "states on device, MB": "on_device", "on host, MB": "on_host",
     "planned between steps, MB": "planned", "most in a step, MB": "most", "planned peak, MB": "peak",
     "planned activations, MB": "activations",
@@ -76,7 +76,7 @@ def measure(rank: int, shape: Shape, stage: int, path: str | None, share: float 
     for step in range(STEPS):
         batch = workload.part(step, rank, ranks)
         if step == STEPS - 1:
-            CLEAR.write_text("5")  # the most resident is counted anew
+            CLEAR.write_text("5")  # the most resident is counted again
         began = time.perf_counter()
         loss = graph(*batch)
         seconds.append(time.perf_counter() - began)

@@ -166,7 +166,7 @@ def batches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
 
 
 def plain(case: Case, dtype: torch.dtype, parts: int = 1) -> list[Tensor]:
-    """The parameters behind each step of plain PyTorch, whose gradients are summed over ``parts`` of each batch."""
+    """The parameters after each step of plain PyTorch, whose gradients are summed over ``parts`` of each batch."""
     model = Model().to(dtype)
     optimizer, after = case.made(model), []
     for x, y in batches(dtype):
@@ -280,7 +280,7 @@ def text_of(results: list[Result]) -> str:
         "# Optimizers as people publish them\n\n```bash\npython bench/optimizers.py\n```\n",
         f"Python {sys.version.split()[0]}, torch {torch.__version__}. {STEPS} steps of a convolution, a norm and two "
         f"linear layers at stages {' and '.join(map(str, STAGES))} on two virtual ranks, every parameter compared with "
-        f"plain PyTorch's behind each step: in float64 to {LIMITS[torch.float64]:.0e} of the largest, or in float32 to "
+        f"plain PyTorch's after each step: in float64 to {LIMITS[torch.float64]:.0e} of the largest, or in float32 to "
         f"{LIMITS[torch.float32]:.0e} where an optimizer takes only that; what a package rounds to bfloat16 by default "
         "is in float64 too.\n",
         summary(results),

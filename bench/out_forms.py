@@ -76,8 +76,8 @@ def try_call(call: Call, facts: Facts, layouts: Sequence[str] = LAYOUTS) -> None
     _note_rows(call, facts, "rows of rows", [call.run(torch.clone)])
     first = next((x for x in call.tensors if x.shape == wanted.result.shape), None)
     if kernel_forms.is_pointwise(call.op) and first is not None and len(call.tensors) > 1:
-        behind = call.tensors[[x is first for x in call.tensors].index(True) + 1 :]
-        made = call.run(lambda x: turned(x) if any(x is one for one in behind) else x)
+        after = call.tensors[[x is first for x in call.tensors].index(True) + 1 :]
+        made = call.run(lambda x: turned(x) if any(x is one for one in after) else x)
         _note_rows(call, facts, "rows of the first", [made])
     if kernel_forms.out_form(call.op) is not None:
         for name, place in layouts_of(wanted.result.shape, layouts):

@@ -130,7 +130,7 @@ def give_back() -> None:
 
 
 def reset() -> int:
-    """Give back what is free and begin the high-water mark anew; the resident bytes."""
+    """Give back what is free and begin the high-water mark again; the resident bytes."""
     give_back()
     CLEAR.write_text("5")
     return high_water()

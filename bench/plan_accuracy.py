@@ -229,7 +229,7 @@ def ranked_layouts(name: str, ranks: int, device: Device) -> tuple[SearchResult,
 
 
 def spread(prices: list[Price], count: int) -> list[Price]:
-    """Half of them the fastest, the others at even distances behind."""
+    """Half of them the fastest, the others at even distances after."""
     first = min(-(-count // 2), len(prices))
     rest, more = prices[first:], min(count - first, len(prices) - first)
     return prices[:first] + [rest[(i + 1) * len(rest) // more - 1] for i in range(more)]
@@ -243,11 +243,11 @@ def layout_table(chosen: list[Price], seconds: list[list[float]]) -> str:
     for i, (one, real) in enumerate(zip(chosen, medians, strict=True)):
         modelled, ratio = f"{one.seconds * 1e3:.1f}", f"{one.seconds / real:.2f}"
         rows.append([str(one.layout), i + 1, modelled, places[i], f"{real * 1e3:.1f}", ratio])
-    behind = medians[0] / best - 1
-    verdict = "within" if behind <= WITHIN else "NOT within"
+    after = medians[0] / best - 1
+    verdict = "within" if after <= WITHIN else "NOT within"
     return (
         markdown(["layout", "modelled place", "ms", "measured place", "ms", "modelled / measured"], rows)
-        + f"\n\nthe first choice takes {behind:.1%} longer than the best measured: {verdict} {WITHIN:.0%}"
+        + f"\n\nthe first choice takes {after:.1%} longer than the best measured: {verdict} {WITHIN:.0%}"
     )
 
 

@@ -4,7 +4,7 @@
     python bench/run_comparison.py --models toy     # whether all of it runs; tables go to build/toy
 
 Wants idle cores.  Figures are kept in build/bench.json: what is there already, of the same command, is not measured
-again, so that an interrupted run goes on where it was; delete the file to begin anew, as after a change of the code.
+again, so that an interrupted run goes on where it was; delete the file to begin again, as after a change of the code.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def machine() -> str:
 
 
 def parts(what: str, runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """The texts of one kind, each behind the command that made it."""
+    """The texts of one kind, each after the command that made it."""
     for name, run in runs.items():
         if what in run:
             commands = [run[part]["command"] for part in (what, *(["peaks"] if what == "times" else [])) if part in run]

@@ -22,8 +22,8 @@ def section() -> str:
 def refreshed(page: str) -> str:
     """The page with the section as it is by now."""
     above, _, below = page.partition(HEAD)
-    _, mark, behind = below.partition("\n## ")
-    return f"{above}{section()}{mark}{behind}"
+    _, mark, after = below.partition("\n## ")
+    return f"{above}{section()}{mark}{after}"
 
 
 def _passes() -> Iterator[str]:

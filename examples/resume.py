@@ -3,7 +3,7 @@ divides the batch.
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/resume.py runs/first
 
-torchrun starts all ranks anew when one has ended.  With fewer or more ranks than before each takes another share of the
+torchrun starts all ranks again when one ended.  With fewer or more ranks than before each takes another share of the
 same batches, so the losses are those of an undisturbed run, but for rounding; to the bit on as many ranks as before.
 """
 

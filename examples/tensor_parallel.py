@@ -35,7 +35,7 @@ SPLITS = {
 
 
 class Block(nn.Module):
-    """Attention and MLP behind norms; x [batch, context, width]."""
+    """Attention and MLP after norms; x [batch, context, width]."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()

@@ -92,7 +92,7 @@ def shorten_list(names: Sequence[str], most: int = 6) -> str:
 
 
 def shorten_repr(value: object) -> str:
-    """The value as Python shows it, cut behind 200 characters."""
+    """The value as Python shows it, cut after 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
@@ -127,10 +127,10 @@ def _shortened(error: GraphZeroError) -> GraphZeroError:
     """``error`` with the user's frames alone, without the errors behind it that graphzero has caught."""
     if not _shows_all():
         error.__traceback__ = _user_frames(error.__traceback__)
-        behind = error.__cause__ or error.__context__
-        while behind is not None and _is_caught_here(behind):
-            behind = behind.__cause__ or behind.__context__
-        error.__cause__, error.__context__, error.__suppress_context__ = None, behind, behind is None
+        after = error.__cause__ or error.__context__
+        while after is not None and _is_caught_here(after):
+            after = after.__cause__ or after.__context__
+        error.__cause__, error.__context__, error.__suppress_context__ = None, after, after is None
     return error
 
 

@@ -9,7 +9,7 @@ graphzero.configs      ``reader(config, given)``, which ``GraphConfig.from_NAME(
 =====================  ================================================================================
 
 docs/plugins.md has an example of each.  Entry points are read when one is first asked for, once in a process, and a
-plug-in is imported when it is used.  Those of graphzero itself come from ``entry_points.txt`` beside this file, which
+plug-in is imported when it is used.  Those of graphzero itself come from ``entry_points.txt`` next to this file, which
 is also what an installation has: so a source tree has the plug-ins of its own code, installed or not.
 """
 

@@ -24,7 +24,7 @@ def program_of(graph: gz.Graph) -> Program:
 def failing(
     graph: gz.Graph, at: int, error: BaseException, done: bool = True, meet: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
-    """Step number ``at`` of the graph's program ends with ``error``, behind ``meet``; done: after what it does."""
+    """Step number ``at`` of the graph's program ends with ``error``, after ``meet``; done: after what it does."""
     steps = program_of(graph).steps
     step = steps[at]
 

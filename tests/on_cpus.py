@@ -3,7 +3,7 @@
     python tests/on_cpus.py                          all tests, every kind of CPU: hours
     python tests/on_cpus.py --only avx2 -- tests/passes -m "not slow"
 
-What stands behind ``--`` goes to pytest.  Exits with 1 where a test failed anywhere.
+What stands after ``--`` goes to pytest.  Exits with 1 where a test failed anywhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {  # variables of the
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("tests", nargs="*", help="for pytest, behind --")
+    parser.add_argument("tests", nargs="*", help="for pytest, after --")
     options = parser.parse_args()
     worst = 0
     for kind in options.only:

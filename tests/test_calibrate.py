@@ -157,7 +157,7 @@ def test_with_the_shares_of_a_step_its_ops_take_as_long_as_they_took():
     graph, x = gelu_graph(), torch.randn(512, 64)
     device = measured_device(graph, (x,), {}, repeat=3)
     base = replace(device, reached={}, call=1e-7, step=0.0)
-    ops = defaultdict(float)  # what a quiet machine measures: ops at a third of their peak, behind their start
+    ops = defaultdict(float)  # what a quiet machine measures: ops at a third of their peak, after their start
     for event in timeline(graph.program, replace(base, call=0.0)).events:
         ops[event.phase, event.kind] += 3 * event.seconds + base.call
     around = {("compute", "names"): 2e-6, ("overhead", "around the program"): 5e-5}

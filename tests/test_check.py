@@ -30,7 +30,7 @@ center.register_autograd(lambda ctx, grad: center(grad))
 
 
 class TwoLayerGraph(gz.Graph):
-    """Two layers with something between them, and passes behind ``after``."""
+    """Two layers with something between them, and passes after ``after``."""
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ def test_data_axes_beside_experts_with_zero(stage: int) -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_experts_that_zero_splits_over_a_data_axis_are_used_where_they_are(dtype: torch.dtype | None) -> None:
-    """Tokens travel instead of weights: gathered for the products, and reduced and scattered behind them."""
+    """Tokens travel instead of weights: gathered for the products, and reduced and scattered after them."""
     model = model_of()
     if dtype is None:
         graph = train(model, virtual(dp=2), B, stage=3)

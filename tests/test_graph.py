@@ -356,7 +356,7 @@ def test_another_module_in_the_place_of_one_makes_another_program():
     torch.testing.assert_close(graph(x, y)["out"], graph.model(x))
 
 
-def test_a_users_pass_runs_behind_the_one_it_names():
+def test_a_users_pass_runs_after_the_one_it_names():
     seen = []
 
     def look(graph):

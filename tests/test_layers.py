@@ -83,7 +83,7 @@ def test_every_module_has_a_layer_and_every_layer_its_modules() -> None:
 
 def test_a_module_imports_from_layers_below_its_own_or_from_its_own_room() -> None:
     wrong = [
-        f"{path.relative_to(ROOT)}:{line} imports graphzero.{there}, which stands beside or above {part(module)}"
+        f"{path.relative_to(ROOT)}:{line} imports graphzero.{there}, which is beside or above {part(module)}"
         for module, path in MODULES.items()
         if module != "__init__"
         for line, there in imports(path)

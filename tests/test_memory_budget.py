@@ -99,7 +99,7 @@ def test_a_name_of_no_parameter_is_refused_when_the_step_is_known():
 
 
 @pytest.mark.parametrize("setting", [{"keep_gathered": True}, {"budget": 1}, {"stage": "auto"}])
-def test_a_users_pass_behind_keep_runs_with_and_without_it(setting):
+def test_a_users_pass_after_keep_runs_with_and_without_it(setting):
     lo, hi = ends()
     if "budget" in setting:
         setting = {"budget": (lo + hi) // 2}
@@ -431,7 +431,7 @@ def test_many_items_are_chosen_quickly_and_nearly_as_well():
     assert sum(items[i][1] for i in found) > 0.99 * bound
 
 
-def test_a_tight_room_behind_wide_ones_takes_what_fits_it():
+def test_a_tight_room_after_wide_ones_takes_what_fits_it():
     chosen = knapsack([(10**6 + i, 1.0) for i in range(600)], [10**10] * 599 + [3 * 10**6])
     assert len(chosen) == 2
     assert knapsack([(10**6, 1.0)] * 600, [10**10] * 599 + [0]) == []

@@ -178,7 +178,7 @@ def check_columns_and_rows_with_a_split_vocabulary():
 def check_sequence_parallel_norms():
     graph = compare(partial(Model, 2), sequence_plan, (3, 2, 1, 0))
     moved = [(c.phase, c.kind) for c in graph.plan.collectives if c.axis == "tp" and c.what_for == "other"]
-    # behind the embedding and each row of both blocks; behind each norm, however many read it, and of the scores
+    # after the embedding and each row of both blocks; after each norm, however many read it, and of the scores
     assert moved.count(("forward", "reduce_scatter")) == 5 and moved.count(("forward", "all_gather")) == 6, moved
     assert any(
         gz.sbp.of(node)[-1] is S(1) for node in graph.program.nodes if "rsqrt" in node.name and value.is_tensor(node)

@@ -1,4 +1,4 @@
-"""A step or a load that ends half way: every Graph over what it wrote refuses, until all of it has been loaded anew."""
+"""A step or load that ends half way: every Graph over what it wrote refuses, until all of it has been loaded again."""
 
 import copy
 

@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A model behind a head: both have the configuration, and paths in it are those of the model."""
+    """A model after a head: both have the configuration, and paths in it are those of the model."""
 
     def __init__(self, **plans: Any) -> None:
         super().__init__()

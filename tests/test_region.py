@@ -62,7 +62,7 @@ class Step(gz.Graph):
 
 
 class Body(nn.Module):
-    """A layer in front of a region and one in it; ``fn`` is given what the first has made, and the second."""
+    """A layer before a region and one in it; ``fn`` is given what the first has made, and the second."""
 
     def __init__(self, fn: Callable[[Tensor, nn.Module], Any], in_sbp: Any, out_sbp: Any) -> None:
         super().__init__()

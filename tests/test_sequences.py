@@ -92,7 +92,7 @@ class Plain:
 
 
 class Ours:
-    """With Graphs: one that trains, made anew for another stage, and one that evaluates."""
+    """With Graphs: one that trains, made again for another stage, and one that evaluates."""
 
     def __init__(self, kind: str, stage: int, placement: Any) -> None:
         self.kind, self.placement, self.zero = kind, placement, stage
@@ -221,7 +221,7 @@ def follow(steps: list[tuple[Any, ...]], kind: str, stage: int, placement: Any) 
 def same(ours: Ours, plain: Plain) -> None:
     modules, optimizer = ours.tensors()
     for name, x in plain.model.state_dict().items():
-        if name != "2.bias":  # its exact gradient is zero while the batch norm behind it trains
+        if name != "2.bias":  # its exact gradient is zero while the batch norm after it trains
             torch.testing.assert_close(modules[name], x, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
     theirs = plain.optimizer.state_dict()
     for i, held in theirs["state"].items():

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:no axis of placement")  # of one
 
 
 class Block(nn.Module):
-    """Attention and a network behind it.  heads: of queries, and of keys and values."""
+    """Attention and a network after it.  heads: of queries, and of keys and values."""
 
     def __init__(self, heads: tuple[int, int], dropout: float) -> None:
         super().__init__()

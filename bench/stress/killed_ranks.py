@@ -1,4 +1,4 @@
-"""Ranks killed at random moments of a run under torchrun, which starts all anew: the run must end as if nothing was.
+"""Ranks killed at random moments of a run under torchrun, which starts all again: the run must end as if nothing was.
 
     python bench/stress/killed_ranks.py               # 20 kills, two ranks, stage 3
     python bench/stress/killed_ranks.py --seed 7 --stage 1 --ranks 3

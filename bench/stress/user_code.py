@@ -143,7 +143,7 @@ def one_set(wanted: Sequence[Cell], ranks: int) -> Iterator[Outcome]:
                     alive = time.monotonic() - since < 15  # the other rank may wait for ever
                 if not alive or time.monotonic() - since > SILENT:
                     if not any(len(line) > done for line in lines) and done and not alive and ranks > 1:
-                        return  # both ended behind a fault that has been told
+                        return  # both ended after a fault that has been told
                     yield joined(wanted[done], [line[done] for line in lines if len(line) > done], ended(processes))
                     return
                 time.sleep(0.05)

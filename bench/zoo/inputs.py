@@ -19,9 +19,9 @@ BATCH, LENGTH, FRAMES, SAMPLES = 4, 16, 4, 1920
 
 @dataclass(frozen=True)
 class Draw:
-    """A tensor that is drawn anew for every step: whole numbers from ``low`` up to ``high``, or normal numbers.
+    """A tensor that is drawn again for every step: whole numbers from ``low`` up to ``high``, or normal numbers.
 
-    marked: a number that stands at the ``count`` places behind the first of each row.
+    marked: a number that stands at the ``count`` places after the first of each row.
     """
 
     shape: tuple[int, ...]
@@ -87,7 +87,7 @@ _MARKS = ("image_token_id", "image_token_index", "video_token_id", "media_placeh
 
 
 class Batch:
-    """The inputs of one model: what is drawn anew for every step, and what stays."""
+    """The inputs of one model: what is drawn again for every step, and what stays."""
 
     def __init__(self, name: str, model: nn.Module, config: Any) -> None:
         self.name, self.config = name, config

@@ -1,7 +1,7 @@
 """A trial of one model of the zoo: the same three steps in plain PyTorch and as a Graph.
 
-The Graph is at stage 3 on four virtual ranks.  Both train a model of equal start, in float64, on batches drawn anew for
-every step.  Where a model's own code computes in float32 within (``x.float()``), the mode ``Wide`` has it compute in
+The Graph is at stage 3 on four virtual ranks.  Both train a model of equal start, in float64, on batches drawn for
+each step.  Where a model's own code computes in float32 within (``x.float()``), the mode ``Wide`` has it compute in
 float64 as well, in both, so that rounding cannot hide what is wrong.
 """
 

@@ -143,7 +143,7 @@ class Tracer(TorchDispatchMode):
         return value
 
     def add_pin(self, tensor: Tensor, role: str, of: str = "") -> Value:
-        """A pin right behind the value of a tensor, which from now on stands for the pin."""
+        """A pin right after the value of a tensor, which from now on stands for the pin."""
         source = self.value_of[id(tensor)]
         value = self.value_of[id(tensor)] = self.add("pin", (source,), source.shape, role=role, of=of)
         if role == "gradient":

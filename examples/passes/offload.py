@@ -1,11 +1,11 @@
 """Activations wait for backward in the host's memory instead of the device's.
 
-What forward leaves for backward goes to the host behind its last reader of forward, and comes back right before
+What forward leaves for backward goes to the host after its last reader of forward, and comes back right before
 backward reads it first (vDNN, arXiv 1602.08124; ZeRO-Infinity, arXiv 2104.07857).
 
-Contract: runs behind ``fuse``: SBPs are settled, so a rank's own piece goes and comes back, and nothing moves between
+Contract: runs after ``fuse``: SBPs are settled, so a rank's own piece goes and comes back, and nothing moves between
 ranks for it.  Every storage that forward leaves, of ``least_bytes`` or more, is offloaded once; views of it that
-backward reads are made anew of what comes back.  The same bits.  Left alone: what is smaller, what the update or the
+backward reads are made again of what comes back.  The same bits.  Left alone: what is smaller, what the update or the
 caller reads too, and what backward reads less than ``apart`` ops after forward did, for that frees nothing.
 
       h      = tanh(a)         : f32[8, 4]  S(0)

@@ -5,7 +5,7 @@ then between nodes, for each micro-batch.  With a stop between the two hops each
 their sum once between nodes.  ZeRO++ (arXiv 2306.10209, section 3.3, qgZ) reduces in two hops, and quantises what it
 sends besides; here every sum is exact.
 
-Contract: runs behind ``zero``, on gradients that are pinned to a split on the axis between nodes.  It adds one pin to
+Contract: runs after ``zero``, on gradients that are pinned to a split on the axis between nodes.  It adds one pin to
 each: whole on a node's ranks together, a sum between nodes.  Boxing makes the two collectives of that.  No value
 changes but by the order of a sum.  Left alone: a gradient that no node splits, and one whose sizes do not cut evenly.
 

@@ -92,7 +92,7 @@ def assigned(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 class undoing:  # noqa: N801 - reads as contextlib's do
-    """Calls ``undo`` behind the block, and again if that is interrupted.
+    """Calls ``undo`` after the block, and again if that is interrupted.
 
     What cannot be put back can be done to its end: ``undo`` may as well make a change whole that the block has begun.
     """

@@ -104,7 +104,7 @@ def last_traced() -> Any:
 
 
 def is_traced_after(x: Tensor, node: Any) -> bool:
-    """Return whether the graph that is being written makes ``x``, behind ``node``."""
+    """Return whether the graph that is being written makes ``x``, after ``node``."""
     tracer = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
     producer: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda slot: slot.proxy.node)
     return producer is not None and (node is None or producer > node)

@@ -161,5 +161,5 @@ class Captured:
 
     @property
     def graph(self) -> StepGraph:
-        """The captured step, made anew each time."""
+        """The captured step, made again each time."""
         return self.packed.graph()

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 class UpdateWriter:
-    """Writes behind build what happens to gradients, parameters and states.
+    """Writes after build what happens to gradients, parameters and states.
 
     updates: name of a placeholder -> its new value.  aux: what else the step hands out.  ended: path -> the gradient
     that backward left.
@@ -107,7 +107,7 @@ class UpdateWriter:
             check.meta["source"] = line
 
     def end_scale(self) -> None:
-        """The loss scale of the next step, behind all updates."""
+        """The loss scale of the next step, after all updates."""
         if self.scale is not None:
             self.aux["skipped"] = self.overflow
             for name, new in self.scale.after(self.overflow).items():

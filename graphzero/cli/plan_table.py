@@ -37,7 +37,7 @@ def _memory(report: PlanReport) -> Iterator[Sequence[str]]:
     yield from _rows(CATEGORIES, lambda name: [plan.at_peak[name] for plan in plans], mega)
     yield ("  all", *(mega(plan.peak) for plan in plans))
     if any(plan.host for plan in plans):
-        yield ("  beside it, in host memory", *(mega(plan.host) for plan in plans))
+        yield ("  besides it, in host memory", *(mega(plan.host) for plan in plans))
     yield ("  of it between steps", *(mega(sum(plan.resident.values())) for plan in plans))
     fits = ["yes" if plan.peak <= report.memory else "no" for plan in plans]
     yield (f"  fits in {mega(report.memory)}", *fits)

@@ -1,5 +1,5 @@
 """Settings that grow call by call, under a name: how an input lies, how attention is split on an axis, and which pass
-stands behind another."""
+is after another."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def with_way(ways: str, way: str, axis: str | None, placement: Placement) -> str
 
 
 def with_pass(passes: tuple[UserPass, ...], own: Callable[[Any], Any], after: str) -> tuple[UserPass, ...]:
-    """``passes`` and this one, behind them.  Raises ConfigError for what is not a pass, or follows none."""
+    """``passes`` and this one, after them.  Raises ConfigError for what is not a pass, or follows none."""
     _check_pass(own)
     known = (*pass_names(), *GROUPS, *(pass_name(one.own) for one in passes))
     if not (isinstance(after, str) and after in known):

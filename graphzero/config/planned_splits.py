@@ -86,5 +86,5 @@ def _sbp(style: str, parameter: Tensor, attribute: str, name: str) -> Sbp:
         )
     dim, sections = SPLITS[style]
     if dim == INPUTS and parameter.dim() == 1:
-        return B  # a bias is added behind the sum
+        return B  # a bias is added after the sum
     return S(max(dim + parameter.dim(), 0) if dim < 0 else dim, sections)

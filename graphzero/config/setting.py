@@ -1,6 +1,6 @@
 """One setting: a field of a frozen dataclass, with its default, its check, and its method.
 
-What a setting is for stands at its field, nowhere else; which settings there are is ``settings``'s and ``zero``'s.
+What a setting is for is at its field, nowhere else; which settings there are is ``settings``'s and ``zero``'s.
 """
 
 from __future__ import annotations

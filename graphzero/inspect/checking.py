@@ -176,7 +176,7 @@ class _Check:
         shared = [result for result in after.results if result in wanted]
         return self._stage(name, after.ranks, {n: held_difference(wanted[n], after.results[n]) for n in shared})
 
-    # ---- what the report says beside numbers
+    # ---- what the report says besides numbers
 
     def _note_capture(self, stage: Stage) -> None:
         lines = ["The captured step, run as it is on one rank, gives other results than plain PyTorch:"]

@@ -39,7 +39,7 @@ class SbpChoice:
 
     options: what the first sweep saw, all-B first; empty where nothing was chosen.  first: what it took.
     producer: the signature after all sweeps, None for placeholders.  sbp: of the value's first result.
-    why: in words.  later: what the sweeps behind the first made of it.  lost: why splits of operands end here.
+    why: in words.  later: what the sweeps after the first made of it.  lost: why splits of operands end here.
     boxes: (reader, SBP it reads, collectives between, bytes on the wire), for readers in another SBP.
     """
 
@@ -178,7 +178,7 @@ def _find(graph: StepGraph, name: str, later: Sequence[StepGraph]) -> fx.Node:
 
 
 def _made_from(node: fx.Node) -> fx.Node:
-    """The value behind one that a pass has added: the member of a bucket that is selected, else the first operand."""
+    """The value after one that a pass has added: the member of a bucket that is selected, else the first operand."""
     delivery = delivered(node)
     return delivery[0].members[delivery[1]] if delivery is not None else node.all_input_nodes[0]
 

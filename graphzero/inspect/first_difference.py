@@ -82,7 +82,7 @@ def _advice(node: fx.Node, before: StageRun, after: StageRun) -> str:
     known, was = _names(before), _was(node, before)
     fresh = [arg.name for arg in _sources(node) if arg.name not in known and moved_from(arg) is arg]
     if fresh:
-        return f"The pass put {', '.join(fresh)} in front of it."
+        return f"The pass put {', '.join(fresh)} before it."
     if was is not None and was.op == node.op == "call_function" and _fixed(was) != _fixed(node):
         return "The pass changed the op or its arguments."
     if target in (*ops.MOVES, *ops.BUCKETS, ops.launch) or moved_from(node) is not node:

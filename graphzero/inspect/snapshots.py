@@ -1,4 +1,4 @@
-"""The program as captured and behind each pass: its text, what of it one asks for, and which pass made a value."""
+"""The program as captured and after each pass: its text, what of it one asks for, and which pass made a value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ProgramSnapshot:
 
 
 def snapshots(history: Sequence[Record]) -> list[ProgramSnapshot]:
-    """The program as captured, then behind each pass."""
+    """The program as captured, then after each pass."""
     first = history[0].before
     taken = [ProgramSnapshot(CAPTURED, first, _text(first))]
     for record in history:
@@ -49,7 +49,7 @@ def _text(graph: StepGraph, keep: Callable[[fx.Node], bool] | None = None) -> li
 
 
 def find(snapshots: Sequence[ProgramSnapshot], name: str) -> int:
-    """The number of the snapshot behind a pass.
+    """The number of the snapshot after a pass.
 
     name: of the pass, "captured", or a number: 3 is the third pass.  Of several by one name it is the first.
     Raises ConfigError, with the names, where there is none.

@@ -14,7 +14,7 @@ OTHER     seen in some way that nothing more is known of                   in it
 COPY      once more, or in another dtype                                   elsewhere
 ========= ================================================================ =====================================
 
-What stands in no line, and whose schema says of no result that it is a view, makes a value of its own.
+What is in no line, and whose schema says of no result that it is a view, makes a value of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ UNMARKED = (
     aten._unsafe_view.default, aten.reshape.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default,
     aten.unsafe_chunk.default,
 )  # fmt: skip
-ANNOTATIONS = (ops.use, PIN)  # marks that give a value a second SBP; a box comes to stand in front of them
+ANNOTATIONS = (ops.use, PIN)  # marks that give a value a second SBP; a box is placed before them
 
 _OF: Mapping[AliasKind, tuple[Any, ...]] = {
     AliasKind.NAME: (aten.alias.default, aten.detach.default),
@@ -122,7 +122,7 @@ def is_copy(target: Any) -> bool:
 
 
 def unnamed(node: fx.Node) -> fx.Node:
-    """The value behind other names of it."""
+    """The value after other names of it."""
     while is_name(node.target):
         node = value.operand(node)
     return node

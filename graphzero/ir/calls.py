@@ -205,7 +205,7 @@ def result_metas(node: fx.Node, part: int | None = None) -> tuple[TensorMeta | N
 
 
 def input_sbps(node: fx.Node, axis: int, part: int | None = None) -> tuple[Sbp, ...]:
-    """The SBP in which each tensor operand stands on ``axis``."""
+    """The SBP in which each tensor operand is on ``axis``."""
     return tuple(value.nd_of(operand)[axis] for operand in operands_of(node, part))
 
 

@@ -93,7 +93,7 @@ class StepGraph:
 
     @property
     def aux(self) -> dict[str, Node]:
-        """Values the runtime hands to the Graph beside build's outputs: ``grad_norm.0``."""
+        """Values the runtime hands to the Graph besides build's outputs: ``grad_norm.0``."""
         named_values: dict[str, Node] = self.output.args[0][1]  # type: ignore[index,assignment]
         return named_values
 
@@ -178,8 +178,8 @@ class StepGraph:
     def settle(self) -> None:
         """Be as a clone would be, so that what comes next does not depend on how the last pass went about its work.
 
-        Readers of a value stand in the order of the nodes, names of values that are gone are free, ops that are added
-        stand last, and ``fx`` is made anew.
+        Readers of a value are in the order of the nodes, names of values that are gone are free, ops that are added
+        are last, and ``fx`` is made again.
         """
         for node in self.graph.nodes:
             node.users.clear()
@@ -229,7 +229,7 @@ class StepGraph:
     def pin(self, target: Node | str, axis: str, sbp: Sbp) -> Node:
         """Fix the SBP of a value on one placement axis.
 
-        A placeholder, a ``use`` or a ``pin`` is annotated in place.  Behind any other op a ``pin`` node is
+        A placeholder, a ``use`` or a ``pin`` is annotated in place.  After any other op a ``pin`` node is
         put, which all later readers read, so that what the op makes and what its readers see may differ
         (a partial gradient, pinned to a split, is where a reduce-scatter is placed).
 
@@ -239,7 +239,7 @@ class StepGraph:
         index = self.placement.axis(axis)
         self._check_pin(node, axis, sbp)
         if node.op != "placeholder" and node.target not in (ops.use, PIN):
-            node = self._pin_behind(node)
+            node = self._pin_after(node)
         count = len(self.placement.names)
         old: Nd | tuple[None, ...] = value.sbp_of(node) or (None,) * count
         pins = value.pins_of(node) or (False,) * count
@@ -247,7 +247,7 @@ class StepGraph:
         node.meta["pins"] = replace_at(pins, index, True)
         return node
 
-    def _pin_behind(self, node: Node) -> Node:
+    def _pin_after(self, node: Node) -> Node:
         with self.graph.inserting_after(node):
             pinned = self.call(PIN, (node, -1), value.tensor_type(node), like=node, name=f"{node.name}_pin")
         for user in list(node.users):

@@ -19,7 +19,7 @@ from graphzero.ir import ops
 from graphzero.sbp.op_call import Op, op_name, overload_of
 from graphzero.sbp.registry import has_rule
 
-HOST = "host"  # what such bytes are called beside the categories of the device's
+HOST = "host"  # what such bytes are called besides the categories of the device's
 
 _OFFLOADS: set[Op] = set()
 _RELOADS: set[Op] = set()
@@ -30,7 +30,7 @@ def host_memory(offload: Op, reload: Op) -> None:
 
     Both are ops registered with ``torch.library``, with an SBP rule each: a rank's piece goes and comes back as it is.
     A plan counts what ``offload`` makes as ``memory.host``, not as memory of the device, from there until ``reload``
-    has read it, and a program in which anything else reads it is refused.  Say it beside the ops' rules.
+    has read it, and a program in which anything else reads it is refused.  Say it next to the ops' rules.
 
     Raises ConfigError for an op without a rule, and where one op is said to do both.
     """

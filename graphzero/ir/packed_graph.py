@@ -53,7 +53,7 @@ class _Last(NamedTuple):
 
 
 class PackedHistory:
-    """Takes copies of one graph between its changes.  A row is a node as it stood at some time."""
+    """Takes copies of one graph between its changes.  A row is a node as it was at some time."""
 
     def __init__(self) -> None:
         self._begin()
@@ -123,7 +123,7 @@ class PackedGraph:
         return PackedHistory().add_copy(graph)
 
     def graph(self) -> StepGraph:
-        """The graph, made anew each time: the caller may change it."""
+        """The graph, made again each time: the caller may change it."""
         graph, nodes, order = fx.Graph(), dict[int, fx.Node](), array("I")
         order.frombytes(zlib.decompress(self._order))
         heads = self._read_rows(0, nodes)

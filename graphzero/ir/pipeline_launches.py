@@ -2,9 +2,9 @@
 copies of values that wait on the host.
 
 A value is sent as soon as it is made.  Its receive is posted one call of the receiver ahead of the call that reads it,
-so that it arrives while that one runs; or earlier, where the same member is sent something behind it that is read
+so that it arrives while that one runs; or earlier, where the same member is sent something after it that is read
 first: from one member to another values travel in one queue, as on a communicator of NCCL.  A sender keeps a value
-until it has been received, and waits for that in front of its first call behind the one that reads it.
+until it has been received, and waits for that before its first call after the one that reads it.
 
 So the order does not depend on how fast ranks are, and no ranks wait for each other in a circle: all calls could run
 one after the other in the order of ``PipelineProgram.calls``.  Then a value has been sent before the call that reads
@@ -83,7 +83,7 @@ def list_launches(pipeline: PipelineProgram, member: int | None) -> list[StageLa
 
 
 def _list_copies(pipeline: PipelineProgram, member: int | None) -> dict[tuple[LaunchKind, int], list[StageLaunch]]:
-    """List the launches of copies to and from the host, by their kind and the call beside which they stand."""
+    """List the launches of copies to and from the host, by their kind and the call that they run in parallel with."""
     sent = {message.slot for message in pipeline.messages} if member is None else set()
     copies: dict[tuple[LaunchKind, int], list[StageLaunch]] = defaultdict(list)
     for number, trip in enumerate(pipeline.round_trips):
@@ -101,7 +101,7 @@ def check_launches(pipeline: PipelineProgram) -> None:
     """Raise ScheduleError unless all members come to the ends of their launches, whatever the transport.
 
     The model is NCCL's, with a communicator for each member and direction: a transfer waits at the head of its queue
-    until its other end is at the head of the peer's, and begins behind what was launched before it.  Launches of a
+    until its other end is at the head of the peer's, and begins after what was launched before it.  Launches of a
     member run in order; only RELEASE and ARRIVE wait for a transfer.
     """
     queues: dict[tuple[int, ...], list[Item]] = {}
@@ -155,7 +155,7 @@ def describe_launch(pipeline: PipelineProgram, member: int, launch: StageLaunch 
     if isinstance(launch, StageLaunch) and launch.kind in COPIES:
         trip = pipeline.round_trips[number]
         made_by = pipeline.label(pipeline.calls[trip.store_after])
-        return f"{kind} of '{trip.slots[0][0].name}' behind {made_by} on member {member}"
+        return f"{kind} of '{trip.slots[0][0].name}' after {made_by} on member {member}"
     message = pipeline.messages[number]
     made_by = pipeline.label(pipeline.calls[message.sent_after])
     return f"{kind} of '{message.slot[0].name}' of {made_by} on member {member}"

@@ -66,7 +66,7 @@ class PipelineParts:
     """The parts of a program, in an order in which one micro-batch may run, and what the step hands out.
 
     accumulators: what parts write over and none of them makes, as it is in the whole program.
-    outputs: as the whole program's, each value by its key, or the literal that stands there; aux likewise.
+    outputs: as the whole program's, each value by its key, or the literal that is there; aux likewise.
     """
 
     stages: int
@@ -91,7 +91,7 @@ class StageMessage(NamedTuple):
     """A value that one member of ``pp`` sends to another.
 
     sent_after: the call, by its place among all, that leaves the value as it is sent.  read_by: the first call there
-    that reads it.  posted_before: the call there in front of which the value gets its memory, and may arrive.
+    that reads it.  posted_before: the call there before which the value gets its memory, and may arrive.
     """
 
     sent_after: int
@@ -106,9 +106,9 @@ class StageRoundTrip(NamedTuple):
     """Values that lie in one memory of the ranks of a member, and wait in host memory between two calls there.
 
     slots: the values; the first fills the memory, others are views of it.  nbytes: of the memory.
-    store_after, stored_after: the calls, by their places among all, behind which the copy to the host begins and is
+    store_after, stored_after: the calls, by their places among all, after which the copy to the host begins and is
         awaited.
-    fetch_before, read_by: the calls in front of which the copy back begins and is awaited.
+    fetch_before, read_by: the calls before which the copy back begins and is awaited.
     """
 
     member: int
@@ -191,7 +191,7 @@ class PipelineProgram:
 
     @cached_property
     def repeated(self) -> frozenset[ValueKey]:
-        """The values that each micro-batch makes anew."""
+        """The values that each micro-batch makes again."""
         return frozenset(key for part in self.parts.parts if part.key.kind in BODY for key in part.outputs)
 
     def slot(self, key: ValueKey, micro_batch: int) -> Slot:
@@ -257,7 +257,7 @@ class PipelineProgram:
 
 
 def _posted_in_order(messages: list[StageMessage]) -> list[StageMessage]:
-    """The same messages, each posted no later than what its source sends its target behind it."""
+    """The same messages, each posted no later than what its source sends its target after it."""
     latest: dict[tuple[int, int], int] = {}
     posted = []
     for message in reversed(messages):

@@ -18,7 +18,7 @@ class Ragged:
     """A ragged dim of a program.
 
     size: the padded one, of all ranks together.  least: the smallest true size that is padded to it.
-    is_prefix: whether what is padded stands behind all that was given; else every rank's share has its own end.
+    is_prefix: whether what is padded is after all that was given; else every rank's share has its own end.
     """
 
     name: str

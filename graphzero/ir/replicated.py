@@ -20,7 +20,7 @@ from graphzero.ir.storage import kernel_forms
 from graphzero.ir.transfer import is_transfer, transfer_of
 
 aten = torch.ops.aten
-# Beside pointwise ops and views: ops that only move, choose or make numbers, and updates, which are pointwise.
+# Besides pointwise ops and views: ops that only move, choose or make numbers, and updates, which are pointwise.
 _EXACT_NAMES = {
     "cat", "stack", "clone", "copy", "_to_copy", "index_select", "gather", "embedding", "index", "amax", "amin", "max",
     "min", "argmax", "argmin", "any", "all", "sort", "topk", "flip", "roll", "constant_pad_nd", "tril", "triu",
@@ -42,7 +42,7 @@ def repeated(graph: StepGraph) -> fx.Node | None:
 
 
 def _computed_alone(results: list[fx.Node], axis: int, name: str) -> Iterator[fx.Node]:
-    """Ops behind ``results`` that are not exact, down to what has crossed the axis."""
+    """Ops after ``results`` that are not exact, down to what has crossed the axis."""
     seen: set[fx.Node] = set()
     rest = list(results)
     while rest:

@@ -30,7 +30,7 @@ def _file_of(code: CodeType) -> str | None:
 
 
 def _from_here(file: str) -> str:
-    """A path as it is from the working folder; as it stands where that folder is gone."""
+    """A path as it is from the working folder; as it is where that folder is gone."""
     try:
         return os.path.relpath(file) if os.path.isabs(file) else file
     except OSError:
@@ -38,7 +38,7 @@ def _from_here(file: str) -> str:
 
 
 def _cell(file: str) -> str:
-    """IPython's name of the notebook cell for which a file stands, "Cell In[3]"; "" for other files."""
+    """IPython's name of the notebook cell that a file holds, "Cell In[3]"; "" for other files."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
     return " ".join(named) if named else ""

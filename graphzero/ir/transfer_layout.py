@@ -135,7 +135,7 @@ def count_runs(shape: Sequence[int], dim: int, sections: int) -> int:
 
 
 def _piece(graph: StepGraph, node: fx.Node, cuts: dict[int, int], axis: str) -> int:
-    """Elements of the fullest piece of a value whose dims in ``cuts`` are cut on ``axis`` (other axes as it stands)."""
+    """Elements of the fullest piece of a value whose dims in ``cuts`` are cut on ``axis`` (other axes as it is)."""
     index = graph.placement.axis(axis)
     nd = value.nd_of(node)
     shape = list(value.tensor_type(node).shape)

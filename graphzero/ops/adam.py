@@ -1,7 +1,7 @@
 """The ops ``adam`` and ``adam_``: one kernel for the update of parameters, not a chain of elementwise ops for each.
 
 ``adam_``, in place, is torch's fused Adam, made independent of where in memory an element lies: its CPU kernel rounds
-elements behind the last full vector differently, so a tensor and its pieces would not step alike to the bit.  Here what
+elements after the last full vector differently, so a tensor and its pieces would not step alike to the bit.  Here what
 does not fill a vector is computed in one.  Many parameters in one call each step as they would alone.
 """
 

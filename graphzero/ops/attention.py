@@ -10,7 +10,7 @@ each, cut in ``sections``: each piece of the queries reads the keys in its own p
 ``hop`` before.  ``before``, ``sums``: result and logsumexp of keys read until then, which the results include.
 
 Where queries are split, a causal mask depends on the places of a rank's own among all ``total``: ``start``, and each
-``step`` behind the one before.
+``step`` after the one before.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ ELEMENTS = 2**15  # of an operand that the CPU's backward takes at a time: what 
 def choose(case: AttentionCase) -> AttentionKernel:
     """The first kernel of the device that is switched on and fits; attention by definition where none does.
 
-    On CUDA the first in torch's order: on some GPUs cuDNN's stands before flash, which computes the same cases.
+    On CUDA the first in torch's order: on some GPUs cuDNN's is before flash, which computes the same cases.
     """
     known = KERNELS.get(case.device, ())
     if case.device == "cuda":
@@ -90,9 +90,9 @@ def _has_two_masks(bias: Tensor | None, causal: bool, places: RowPlaces) -> bool
 
 # ---- causal attention of some of the queries, in blocks that one call of a kernel computes each
 #
-# A rank holds queries at places start, start + step, ... of a sequence; a key is seen by those at its place and behind.
+# A rank holds queries at places start, start + step, ... of a sequence; a key is seen by those at its place and after.
 # Of keys that are step apart, as those of one rank are, query i sees the first i + d, for one number d: the keys that
-# all queries see, without a mask, and causal attention behind them.  So no mask is made.  Results of blocks are merged
+# all queries see, without a mask, and causal attention after them.  So no mask is made.  Results of blocks are merged
 # by their logsumexps (Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1), and backward of a block reads those
 # of all keys.
 
@@ -108,7 +108,7 @@ class CausalBlock(NamedTuple):
 def causal_blocks(rows: int, keys: int, of_rows: RowPlaces, of_keys: RowPlaces) -> Iterator[CausalBlock]:
     """The blocks in which ``rows`` queries see ``keys`` keys; where no query sees any, none.
 
-    Keys stand in every place, or as far apart as queries.
+    Keys are in every place, or as far apart as queries.
     """
     stride = of_rows.step // of_keys.step
     for first in range(min(stride, keys)):
@@ -136,8 +136,8 @@ def merge(out: Tensor, logsumexp: Tensor, part: Tensor, sums: Tensor) -> tuple[T
     """
     merged = torch.logaddexp(logsumexp, sums)
     reference = merged.masked_fill(merged.isneginf(), 0.0)
-    before, behind = ((x - reference).exp_().unsqueeze(-1) for x in (logsumexp, sums))
-    return out * before + part * behind, merged
+    before, after = ((x - reference).exp_().unsqueeze(-1) for x in (logsumexp, sums))
+    return out * before + part * after, merged
 
 
 def _forward_of_rows(

@@ -25,7 +25,7 @@ def product(a: Tensor, b: Tensor, ends: Tensor, first: Tensor | None = None) -> 
     * [groups, m, k] x [k, columns] -> [m, columns]: the columns are grouped.
 
     first: where group 0 begins, of no dims; by default 0.
-    What lies before the first group and behind the last end has no meaning, as with torch's.
+    What lies before the first group and after the last end has no meaning, as with torch's.
     """
     if _has_kernel(a) and _has_kernel(b) and (first is None or a.is_cuda):
         return _by_kernel(a, b, ends) if first is None else _by_kernel_from(a, b, ends, first)

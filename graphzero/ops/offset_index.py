@@ -1,7 +1,7 @@
 """Ops that find places by an index, on a rank that holds a piece of the dim to which the index points.
 
 Each takes the arguments of an ATen op, and ``start`` and ``total``: where this rank's piece of the dim begins, and how
-long the whole dim is.  What stands in another rank's piece is read as zero and is not written, so that reads of all
+long the whole dim is.  What is in another rank's piece is read as zero and is not written, so that reads of all
 ranks add up, and what they write makes up the whole.  An index outside of the whole dim fails as it does in ATen.
 
 ``FORMS`` has the schema and the kernel of each; ``sbp.rules`` says where they stand for ATen's.

@@ -34,7 +34,7 @@ def mixed_(bits: Tensor) -> Tensor:
 
 
 def _rank_key(key: Tensor, at: list[int]) -> Tensor:
-    """A key that nothing else has, for the rank that stands at ``at`` on some placement axes."""
+    """A key that nothing else has, for the rank that is at ``at`` on some placement axes."""
     for place in at:
         key = mixed_(key + _signed((place + 1) * _PRIME_A))
     return key

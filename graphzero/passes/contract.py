@@ -14,7 +14,7 @@
            ...
 
 The example is a line of passes, and the program before and after it: ``print_graph`` writes both without alignment, and
-a line stands behind ``-`` if only the first one has it, behind ``+`` if only the second one.
+a line is after ``-`` if only the first one has it, after ``+`` if only the second one.
 """
 
 from __future__ import annotations

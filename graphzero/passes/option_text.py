@@ -31,7 +31,7 @@ class Form:
 
 
 def refused(reader: LineReader, begin: int, problem: str) -> Exception:
-    """The error to raise of what stands at ``begin``."""
+    """The error to raise of what is at ``begin``."""
     reader.at = begin
     reader.next()
     return reader.fail(problem)
@@ -49,7 +49,7 @@ def forms_of(kind: type) -> Mapping[str, Form]:
 
 
 def read_options(reader: LineReader, kind: type, what: str) -> Any:
-    """An object of ``kind`` from ``name=value name=value }``, behind the bracket that opened.
+    """An object of ``kind`` from ``name=value name=value }``, after the bracket that opened.
 
     what: the object is called in messages.
     """
@@ -115,7 +115,7 @@ def form_of(type_: Any) -> Form:
 
 
 def _plain(hint: str, read: Callable[[LineReader], Any], write: Callable[[Any], str]) -> Form:
-    """read: gives None where something else stands."""
+    """read: gives None where something else is."""
 
     def checked(reader: LineReader) -> Any:
         reader.next()

@@ -202,7 +202,7 @@ def pass_entries() -> tuple[PassEntry, ...]:
 
 
 def _insert_entry(entries: list[PassEntry], plugin: Extension) -> bool:
-    """Put a plug-in's pass behind the pass that it follows, if that is there."""
+    """Put a plug-in's pass after the pass that it follows, if that is there."""
     entry = plugin.load()
     if not isinstance(entry, PassEntry) or not is_dataclass(entry.kind):
         raise plugin.refusal("is not a pass: give a graphzero.passes.PassEntry of a dataclass")
@@ -214,7 +214,7 @@ def _insert_entry(entries: list[PassEntry], plugin: Extension) -> bool:
     at = followed[-1] + 1
     while at < len(entries) and entries[at].after == entry.after:
         at += 1
-    level = level_behind(entries, at - 1)
+    level = level_after(entries, at - 1)
     if entry.level != level:
         raise plugin.refusal(f"runs on {entry.level!r} graphs, and after {entry.after} they are {level!r}")
     entries.insert(at, entry)
@@ -282,8 +282,8 @@ def default_passes(
     options, left, passes = options or Options(), list(own), list[Pass]()
     for entry in pass_entries()[slice(_first(since) if since else None, _first(until) if until else None)]:
         passes += [entry.create_pass(options)] if entry.when(options) else []
-        passes += _behind(entry.name, left)
-        passes += _behind(entry.group, left) if _LAST.get(entry.group) is entry else ()
+        passes += _after(entry.name, left)
+        passes += _after(entry.group, left) if _LAST.get(entry.group) is entry else ()
     return passes
 
 
@@ -292,13 +292,13 @@ def _first(name: str) -> int:
     return next(i for i, entry in enumerate(pass_entries()) if name in (entry.name, entry.group))
 
 
-def _behind(name: str, own: list[tuple[Pass, str]]) -> Iterator[Pass]:
+def _after(name: str, own: list[tuple[Pass, str]]) -> Iterator[Pass]:
     """The user's passes that follow the pass of that name, each with those that follow it; they are taken out."""
     for one in [one for one in own if one[1] == name]:
         if one in own:
             own.remove(one)
             yield one[0]
-            yield from _behind(pass_name(one[0]), own)
+            yield from _after(pass_name(one[0]), own)
 
 
 def first_on(level: str) -> str:
@@ -306,6 +306,6 @@ def first_on(level: str) -> str:
     return next(entry.name for entry in pass_entries() if entry.level == level)
 
 
-def level_behind(entries: Sequence[PassEntry], i: int) -> str:
+def level_after(entries: Sequence[PassEntry], i: int) -> str:
     """The level of what pass number ``i`` returns: the last one of a level takes a graph on to the next."""
     return entries[min(i + 1, len(entries) - 1)].level

@@ -20,7 +20,7 @@ from graphzero.passes.pass_list import (
     Options,
     default_passes,
     first_on,
-    level_behind,
+    level_after,
     pass_entries,
     pass_names,
 )
@@ -74,7 +74,7 @@ def _next(reader: LineReader, level: str, own: Mapping[str, Callable[..., Any]])
         problem = f"{name} takes a {entry.level} graph, and here it is {level}; it can go on with {here}"
         raise refused(reader, begin, problem)
     kind = GROUPS.get(name, entry.kind)
-    return [_options(reader, kind, name)], level_behind(pass_entries(), pass_entries().index(entry))
+    return [_options(reader, kind, name)], level_after(pass_entries(), pass_entries().index(entry))
 
 
 def _own_pass(reader: LineReader, pass_: Callable[..., Any], name: str) -> Pass:

@@ -1,4 +1,4 @@
-"""The way that each mixture of experts takes on an axis that splits its weights, beside what others would send."""
+"""The way that each mixture of experts takes on an axis that splits its weights, next to what others would send."""
 
 from __future__ import annotations
 

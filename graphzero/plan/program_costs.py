@@ -93,7 +93,7 @@ def collectives_of(graph: StepGraph, links: Links) -> Iterator[Entry]:
 
 
 def _exact_elements(graph: StepGraph, node: fx.Node, moves: Transfer) -> float:
-    """Elements of the value, whole on this axis, as it stands on the other axes."""
+    """Elements of the value, whole on this axis, as it is on the other axes."""
     index = graph.placement.axis(moves.axis)
     nd = replace_at(value.nd_of(node), index, B)
     return float(prod(shape_on(graph, value.tensor_type(node), nd)))

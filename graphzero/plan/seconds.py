@@ -135,7 +135,7 @@ def op_name(target: Any) -> str:
 
 
 def _writing(at: Liveness, node: fx.Node) -> OpWork | None:
-    """Of an op that writes into its first operand: what it reads beside that, and what it reads and writes there."""
+    """Of an op that writes into its first operand: what it reads besides that, and what it reads and writes there."""
     target, graph, (place, *others) = node.target, at.graph, node.all_input_nodes
     if target is ops.assign and all(at.roots.get(x) == at.roots.get(place) for x in others):
         return None

@@ -98,7 +98,7 @@ def first_fitting(
         )
     chosen = chosen.decided(*lines, *describe_ways(chosen))
     if options.optimizer_in_backward and chosen.graph.gradients():
-        chosen = chosen.decided(behind=describe_early(chosen.graph))
+        chosen = chosen.decided(after=describe_early(chosen.graph))
     return described(variants, taken, chosen) if taken.tiles > 1 else chosen
 
 

@@ -50,8 +50,8 @@ def described(variants: Variants, options: Options, candidate: Candidate) -> Can
     try:
         region = region_of(variants, options)
     except NoRegion as error:
-        return candidate.decided(behind=f"nothing is computed in {options.tiles} tiles of rows: {error}")
+        return candidate.decided(after=f"nothing is computed in {options.tiles} tiles of rows: {error}")
     return candidate.decided(
-        behind=f"in {region.count} tiles of rows: '{region.largest.name}', {mega(region.nbytes)} in one piece, and "
+        after=f"in {region.count} tiles of rows: '{region.largest.name}', {mega(region.nbytes)} in one piece, and "
         f"{len(region.nodes) - 1} more values around it"
     )

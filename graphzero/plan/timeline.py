@@ -2,8 +2,8 @@
 
 The program is walked in its order, as the executor does.  Ops queue up on one compute stream, transfers on one stream
 for each placement axis, copies between a GPU and host memory on one for each direction; a CPU makes these itself.  What
-is launched runs beside compute until it is awaited; what is not launched is awaited at once.  A micro-batch's body is
-walked as often as it runs.  All ranks are taken to be alike and to come to a transfer together.
+is launched runs in parallel with compute until it is awaited; what is not launched is awaited at once.  A micro-batch's
+body is walked as often as it runs.  All ranks are taken to be alike and to come to a transfer together.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Timeline:
     events: in the order in which they begin on each stream.  seconds: of the whole step.
     compute: seconds of ops.  communication: seconds of transfers, one after the other.
     exposed: seconds in which no op runs because it waits for a transfer.  host: because it has not been started yet,
-    or all is about what stands around the ops.  idle: because other ranks of a pipeline are not yet done.
+    or all is about what is around the ops.  idle: because other ranks of a pipeline are not yet done.
     host_copies: seconds of copies between device and host memory, one after the other; host_copies_exposed: seconds of
     ``exposed`` in which no op runs because it waits for one of them.
     The step is compute, exposed, host and idle.
@@ -136,7 +136,7 @@ class _Clock:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._host = self._compute = 0.0
-        self._streams: dict[str, float] = {}  # beside that of compute
+        self._streams: dict[str, float] = {}  # besides that of compute
         self._begun: dict[fx.Node, tuple[str, str, float, float] | float] = {}  # not made yet, or when it is over
         self._events: list[Event] = []
         self._exposed = self._copies_exposed = self._waited = 0.0

@@ -44,9 +44,9 @@ class Candidate:
         """The cost by which programs of one stage are compared; less is better."""
         return self.plan.comm_seconds or 0.0, self.plan.comm_bytes, len(self.plan.collectives)
 
-    def decided(self, *before: str, behind: str = "") -> Candidate:
-        """The same, with words on what was decided before or behind those of its plan."""
-        decisions = (*before, *self.plan.decisions, *([behind] if behind else []))
+    def decided(self, *before: str, after: str = "") -> Candidate:
+        """The same, with words on what was decided before or after those of its plan."""
+        decisions = (*before, *self.plan.decisions, *([after] if after else []))
         return replace(self, plan=replace(self.plan, decisions=decisions))
 
     def within(self, arena: Arena) -> Candidate:
@@ -106,7 +106,7 @@ class Variants:
 
 
 def run_unverified(graph: StepGraph, options: Options, since: str, until: str = "") -> StepGraph:
-    """The graph behind built-in passes; it is changed, and not verified, which takes most of the time."""
+    """The graph after built-in passes; it is changed, and not verified, which takes most of the time."""
     for pass_ in default_passes(options, since=since, until=until):
         graph = pass_(graph)
         graph.settle()

@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-Lines = tuple[int, int]  # the first, and the one behind the last
+Lines = tuple[int, int]  # the first, and the one after the last
 
 
 @dataclass(frozen=True)
 class CollectiveKind:
     """src, dst: the kinds of SBP between which it goes, "B", "S" or "P"; dst "=" for the SBP that the source has.
 
-    arguments: of its op behind the value, in order: "dim" (of a split source, then of a split result), "axis" and
+    arguments: of its op after the value, in order: "dim" (of a split source, then of a split result), "axis" and
         "reduction".
     wire: bytes that one rank of n sends in a ring or pairwise algorithm, in multiples of the whole tensor's.
     messages: how many it sends one after the other.

@@ -27,7 +27,7 @@ class Cut:
 
     ranks: splits that these would not cut alike are left out; None takes sizes to divide.
     pieces: into how many a dim is cut by all axes, none of which may be empty where that matters; by default ``ranks``.
-    sections: counts of sections in which dims may be split, beside those that merged dims make.
+    sections: counts of sections in which dims may be split, besides those that merged dims make.
     """
 
     ranks: int | None = None
@@ -164,7 +164,7 @@ def _sizes(
 
 
 def _divide(sizes: dict[str, int], merged: list[tuple[tuple[str, ...], int]]) -> None:
-    """Sizes of letters that stand in merged dims alone: what others leave, or with ``_`` what all such dims share."""
+    """Sizes of letters that are in merged dims alone: what others leave, or with ``_`` what all such dims share."""
     while True:
         news = {}
         for labels, size in merged:

@@ -1,7 +1,7 @@
 """SBP of what a user holds: DTensor's words for it, and annotations on plain tensors.
 
 On real ranks a global tensor is a torch DTensor.  On a virtual placement it is a whole plain tensor, and how it
-lies on the ranks is noted here, beside it, so that neither the tensor nor its copies change.
+lies on the ranks is noted here, next to it, so that neither the tensor nor its copies change.
 """
 
 from __future__ import annotations

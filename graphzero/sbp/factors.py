@@ -2,7 +2,7 @@
 
     mm "mk,kn->mn"    add "...+...->..."    div "...,~...->..."    native_layer_norm_backward "...N,~...N, ... N:0"
 
-A letter is a dim and has one size.  Left of ``->`` stand the operands, right of it the outputs:
+A letter is a dim and has one size.  Left of ``->`` are the operands, right of it the outputs:
 
 * ``,`` multiplies operands and ``+`` adds terms; ``~`` marks an operand in which the op is not linear, ``?``
   one of which only the shape is read;
@@ -37,7 +37,7 @@ _DIM = re.compile(r"\.\.\.|\([A-Za-z_]+\)|[A-Za-z1_]")
 
 
 class NumberOperand:
-    """Stands in an operand's place for a Python number: it has no dims and cannot be partial."""
+    """Is in an operand's place for a Python number: it has no dims and cannot be partial."""
 
 
 NUMBER = NumberOperand()

@@ -106,7 +106,7 @@ class Costs:
 
 
 def costs_on(placement: Placement, links: Links) -> Costs:
-    """The prices on a placement.  Micro-batches cost what the data axis costs that they stand beside, so that ties
+    """The prices on a placement.  Micro-batches cost what the data axis costs that they are next to, so that ties
     break alike on both.
     """
     at = placement.names.index(MICRO_BATCHES) if MICRO_BATCHES in placement.names else None

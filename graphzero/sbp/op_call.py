@@ -76,7 +76,7 @@ def op_name(op: Op) -> str:
 
 
 def overload_of(op: Any) -> Op:
-    """The op as it stands in graphs: the only overload of ``torch.ops.lib.op``, or of a ``torch.library.custom_op``.
+    """The op as it is in graphs: the only overload of ``torch.ops.lib.op``, or of a ``torch.library.custom_op``.
 
     Raises SbpError where there are several.
     """
@@ -171,7 +171,7 @@ def with_scalars(value: Any) -> Any:
 def cache_by_op(ask: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
     """``ask``, a function of an op, with its answers kept for ops of torch.
 
-    Whatever else a node may call is asked anew: a region of one program would stay, and the program with it.
+    Whatever else a node may call is asked again: a region of one program would stay, and the program with it.
     """
     known = cache(ask)
 

@@ -130,7 +130,7 @@ def unfold(shape: Sequence[int], sbps: Iterable[Sbp]) -> Unfolded:
 
 
 def bounds(shape: Sequence[int], nd: Nd, hierarchy: Sequence[int], at: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, length) per dim of the piece of the rank that stands at ``at``, of a tensor split without sections."""
+    """(start, length) per dim of the piece of the rank that is at ``at``, of a tensor split without sections."""
     dim_bounds = [(0, size) for size in shape]
     for sbp, ranks, place in zip(nd, hierarchy, at, strict=True):
         if sbp.is_split:
@@ -179,7 +179,7 @@ def joined(pieces: Sequence[Tensor], dim: int, sections: int) -> Tensor:
 class LocalSize:
     """The length of this rank's piece of a dim of ``size`` cut over placement axis ``axis``, printed ``8/dp``.
 
-    Localised programs hold it where a global size stood, so that one program serves all ranks.  The size of a dim
+    Localised programs hold it where a global size was, so that one program serves all ranks.  The size of a dim
     that an outer axis has cut already is a LocalSize itself: ``8/dp/tp``.
     """
 

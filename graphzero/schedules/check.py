@@ -2,7 +2,7 @@
 
 complete    every stage runs F and B, or F, I and W, of every micro-batch once, on the rank of the stage; if the rows
             have sends and receives, everything that crosses ranks is sent and received once
-ordered     the rows run to their ends: every action stands where what it needs can have come
+ordered     the rows run to their ends: every action is where what it needs can have come
 ascending   a stage adds up its weight gradients in the order of micro-batches, so that sums keep their bits
 sharding    a stage with UNSHARD runs between it and its RESHARD, and is reduced after what it reduces
 """
@@ -81,7 +81,7 @@ def check_ascending(schedule: PipelineSchedule) -> None:
 
 
 def check_sharding(schedule: PipelineSchedule) -> None:
-    """Raise ScheduleError unless UNSHARD, RESHARD and REDUCE_GRAD, where there are any, stand around their actions."""
+    """Raise ScheduleError unless UNSHARD, RESHARD and REDUCE_GRAD, where there are any, are around their actions."""
     gathered_stages = {action.stage for _, _, action in schedule.cells() if action.kind is ActionKind.UNSHARD}
     unsharded: set[int] = set()
     reduced: dict[int, set[int | None]] = {}
@@ -108,7 +108,7 @@ def check_sharding(schedule: PipelineSchedule) -> None:
 
 
 def _misplacement(schedule: PipelineSchedule, row: int, action: Action) -> str:
-    """Say why ``action`` cannot stand in ``row``; "" if it can."""
+    """Say why ``action`` cannot be in ``row``; "" if it can."""
     stage, kind = action.stage, action.kind
     if not 0 <= stage < schedule.stages:
         return f"is of stage {stage}, but there are {schedule.stages} stages, 0 to {schedule.stages - 1}"

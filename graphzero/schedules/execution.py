@@ -13,7 +13,7 @@ from graphzero.schedules.values import Dependencies, Position, format_place, for
 
 
 def execution_order(schedule: PipelineSchedule) -> list[Position]:
-    """The cells, without idle ones, in an order that keeps those of all rows and has each behind what it needs.
+    """The cells, without idle ones, in an order that keeps those of all rows and has each after what it needs.
 
     Raises ScheduleError, with the cells that wait for each other, where there is none.
     """

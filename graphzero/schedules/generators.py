@@ -159,7 +159,7 @@ def _interleave(
             _list_pairs(stages, of_full_groups, group),
             _list_pairs(stages[::-1], of_full_groups, group),
             warmup=(stages_per_rank - 1) * group + ahead * (ranks - rank - 1),
-            weights_behind=rank if is_split else None,
+            weights_after=rank if is_split else None,
         )
         yield _drop_absent(row, micro_batches)
 
@@ -170,7 +170,7 @@ def _drop_absent(row: Iterable[Action], micro_batches: int) -> list[Action]:
 
 
 def _alternate(
-    forward: list[Pair], backward: list[Pair], warmup: int, weights_behind: int | None = None
+    forward: list[Pair], backward: list[Pair], warmup: int, weights_after: int | None = None
 ) -> Iterator[Action]:
     """``warmup`` forward actions, then one of each, then the backward ones that are left.
 
@@ -181,13 +181,13 @@ def _alternate(
     for at, (stage, micro_batch) in enumerate(backward):
         if warmup + at < len(forward):
             yield Action(forward[warmup + at][0], F, forward[warmup + at][1])
-        if weights_behind is None:
+        if weights_after is None:
             yield Action(stage, B, micro_batch)
             continue
         yield Action(stage, INPUT, micro_batch)
-        if at >= weights_behind:
-            yield Action(backward[at - weights_behind][0], WEIGHT, backward[at - weights_behind][1])
-    for stage, micro_batch in backward[max(0, len(backward) - (weights_behind or 0)) :]:
+        if at >= weights_after:
+            yield Action(backward[at - weights_after][0], WEIGHT, backward[at - weights_after][1])
+    for stage, micro_batch in backward[max(0, len(backward) - (weights_after or 0)) :]:
         yield Action(stage, WEIGHT, micro_batch)
 
 

@@ -66,11 +66,11 @@ def run_queues(
             work.extend(map(queue_of.__getitem__, peers))
             for item in (head, *peers):
                 done[item] = None
-                behind = left[queue_of[item]]
-                behind.popleft()
+                after = left[queue_of[item]]
+                after.popleft()
                 work.extend(waiting.pop(item, ()))
-                if behind:
-                    work.extend(queue_of[peer] for peer in peers_of.get(behind[0], ()))
+                if after:
+                    work.extend(queue_of[peer] for peer in peers_of.get(after[0], ()))
     heads = {queue: items[0] for queue, items in left.items() if items}
     stops = {queue: Stop(head, needed) for queue, head in heads.items() if (needed := find_needed(head)) is not None}
     return QueueRun(list(done), stops)
@@ -79,7 +79,7 @@ def run_queues(
 def describe_circle(
     stops: Mapping[Queue, Stop[Item]], queue_of: Callable[[Item], Queue], format_item: Callable[[Item], str]
 ) -> tuple[Item, str]:
-    """One circle of queues that stand still, each head waiting for what is behind the next head: the first head, and
+    """One circle of queues that stand still, each head waiting for what is after the next head: the first head, and
     for what it waits, and that for what, back to it."""
     queue, path = next(iter(stops)), []
     while queue not in path:

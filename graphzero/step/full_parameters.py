@@ -49,7 +49,7 @@ class FullParameters:
         self._shown: Sequence[FullTensor] = ()
 
     def __enter__(self) -> None:
-        self._begin()  # behind which nothing interrupts before the block
+        self._begin()  # after which nothing interrupts before the block
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         try:
@@ -79,7 +79,7 @@ class FullParameters:
         _compat.forget_change(self._put_back)
 
     def _put_back(self) -> None:
-        """Put back the tensors that stood in the modules."""
+        """Put back the tensors that was in the modules."""
         full_tensors.restore_originals(self._shown)
         full_tensors.release_memory(self._shown)
         self._is_open = False
@@ -146,7 +146,7 @@ class FullParameters:
         if lost:
             raise ConfigError(
                 f"{', '.join(lost[:4])}{' ...' * (len(lost) > 4)}: within full_parameters() of {self._source.name} "
-                "another tensor was put there, of another shape, dtype or kind, or none at all; what stood there "
+                "another tensor was put there, of another shape, dtype or kind, or none at all; what was there "
                 "before does so again. Convert a copy of the module (copy.deepcopy), and write in place"
             )
 

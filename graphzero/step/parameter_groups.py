@@ -1,4 +1,4 @@
-"""The numbers and flags of optimizers' parameter groups, read anew by every call.
+"""The numbers and flags of optimizers' parameter groups, read again by every call.
 
 What has not changed is not looked into again: a group's entries are compared by identity, and those that can change in
 place are read each time.  Which entries are numbers that a program reads, and which a capture holds fixed, is

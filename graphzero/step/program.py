@@ -1,6 +1,6 @@
 """One program of a Graph: the captured step, the graph after all passes, its plan, and what runs it.
 
-What it reads anew in each call, and what it gives back, go by the record of the call.
+What it reads again in each call, and what it gives back, go by the record of the call.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class StepProgram:
     # ---- a call of it
 
     def arguments(self, call: BuildCall, world: World) -> dict[str, list[Any]]:
-        """The values that it reads anew in each call, by placeholder."""
+        """The values that it reads again in each call, by placeholder."""
         count, random = len(world.local_ranks), call.state.random
         leaves = {leaf.name: leaf for leaf in call.inputs.leaves}
         if call.transformed is not None:

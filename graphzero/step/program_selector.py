@@ -64,7 +64,7 @@ class ProgramSelector:
         self._facts = CallFacts(source, attributes, self.progress)
 
     def settle(self) -> None:
-        """Read all anew, if the last call may have been interrupted as it wrote down what it had read."""
+        """Read all again, if the last call may have been interrupted as it wrote down what it had read."""
         if not self.is_settled:
             attributes = GuardedAttributes(self.source.owner)
             self.programs.settle(attributes)

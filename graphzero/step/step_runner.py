@@ -1,4 +1,4 @@
-"""Taking a step whose program is there: tensors bound to it, the program run, the user's objects true behind it.
+"""Taking a step whose program is there: tensors bound to it, the program run, the user's objects true after it.
 
 Modules and optimizers hold what the step has written also where it fails; what it cannot have left whole is told.
 """

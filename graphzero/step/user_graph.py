@@ -48,7 +48,7 @@ class UserGraph:
         self.optimizers: list[OptimizerSpec] = []
         self.schedulers: list[Any] = []
         self.averages: list[AverageSpec] = []
-        self._epochs: dict[int, Any] = {}  # of schedulers, by their numbers, behind the last step
+        self._epochs: dict[int, Any] = {}  # of schedulers, by their numbers, after the last step
         self._state: State | None = None
         self._loss_scale: LossScale | None = None
 
@@ -91,7 +91,7 @@ class UserGraph:
             carried.store_number(self.optimizers[carried.optimizer].optimizer, params, after)
 
     def step_schedulers(self) -> None:
-        """Step them all, as behind a training call; warn of one that somebody else steps too."""
+        """Step them all, as after a training call; warn of one that somebody else steps too."""
         for i, (spec, scheduler) in enumerate(zip(self.optimizers, self.schedulers, strict=True)):
             if scheduler is None:
                 continue

@@ -55,7 +55,7 @@ class MemberStep:
         self.values = StageValues({}, executor.count_readers(self.launches), messages)
 
     def run_to(self, call: int | None, inputs: Mapping[str, Sequence[Any]]) -> None:
-        """Launch what comes up to a call, and the sends behind it; None: all that is left."""
+        """Launch what comes up to a call, and the sends after it; None: all that is left."""
         ran = False
         while self.launches and (call is None or not ran or self.launches[0].kind is LaunchKind.SEND):
             launch = self.launches.pop(0)

@@ -30,13 +30,13 @@ def backward_without_optimizer(self, x, y):
     return train(self, x, y)
 
 
-def zero_grad_behind_backward(self, x, y):
+def zero_grad_after_backward(self, x, y):
     loss = train(self, x, y)
     self.model.zero_grad()
     return loss
 
 
-def optimizer_zero_grad_behind_backward(self, x, y):
+def optimizer_zero_grad_after_backward(self, x, y):
     loss = train(self, x, y)
     torch.optim.SGD(self.model.parameters(), lr=0.1).zero_grad()
     return loss
@@ -141,8 +141,8 @@ def pins_a_dim_too_many(self, x, y):
 
 
 REFUSED = [
-    (zero_grad_behind_backward, "zero_grad() after backward()", "leave out zero_grad()"),
-    (optimizer_zero_grad_behind_backward, "zero_grad() after backward()", "leave out zero_grad()"),
+    (zero_grad_after_backward, "zero_grad() after backward()", "leave out zero_grad()"),
+    (optimizer_zero_grad_after_backward, "zero_grad() after backward()", "leave out zero_grad()"),
     (steps_a_stranger, "an optimizer that the Graph does not have", "self.add_optimizer"),
     (seeds, "sets the random seed", "before the first call"),
     (draws_from_a_generator, "torch.Generator", "torch.manual_seed"),

@@ -155,7 +155,7 @@ def test_a_model_without_values_is_for_compile_only():
     refused(graph, gz.ConfigError, "param model.weight is on the meta device", "to_empty")
 
 
-def test_a_hook_behind_accumulation_is_refused_after_a_call_too():
+def test_a_hook_after_accumulation_is_refused_after_a_call_too():
     graph = make()
     graph(X, Y)
     handle = graph.model.weight.register_post_accumulate_grad_hook(lambda param: None)

@@ -301,5 +301,5 @@ def test_every_pin_of_a_value_can_be_met_and_changes_no_number(grid: str) -> Non
         torch.testing.assert_close(step(X), plain.detach())
         torch.optim.AdamW(twin.parameters()).step()
         for (name, ours), theirs in zip(step.model.named_parameters(), twin.parameters(), strict=True):
-            if name != "up.bias":  # its gradient in front of a batch norm is rounding noise
+            if name != "up.bias":  # its gradient before a batch norm is rounding noise
                 torch.testing.assert_close(ours, theirs)

@@ -158,7 +158,7 @@ def test_a_hook_on_a_parameter_is_part_of_the_step():
     torch.testing.assert_close(step.model.weight, plain.weight)
 
 
-def test_a_hook_behind_the_accumulation_of_a_gradient_is_refused():
+def test_a_hook_after_the_accumulation_of_a_gradient_is_refused():
     step = make()
     step.model.weight.register_post_accumulate_grad_hook(lambda p: None)
     refused(step, gz.CaptureError, "model.weight", "register_hook")

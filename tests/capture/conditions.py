@@ -30,7 +30,7 @@ def raises_otherwise(x):
     return y
 
 
-def raises_behind_a_word(x):
+def raises_after_a_word(x):
     if not x:
         words = ", ".join(str(i) for i in range(3))
         message = f"bad {words}" if len(words) > 2 else "bad"

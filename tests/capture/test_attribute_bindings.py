@@ -1,4 +1,4 @@
-"""What forward binds anew is the step's update, a cache, or refused at the line that binds it."""
+"""What forward binds again is the step's update, a cache, or refused at the line that binds it."""
 
 import copy
 import re

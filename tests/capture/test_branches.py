@@ -36,7 +36,7 @@ def found_in(function, truth=True):
         (conditions.asserts_both, False, "AssertionError: both"),
         (conditions.raises, True, "ValueError: bad: {x.truth} of {len('abc')}"),
         (conditions.raises_otherwise, False, "KeyError: missing"),
-        (conditions.raises_behind_a_word, False, "ValueError: {message}"),
+        (conditions.raises_after_a_word, False, "ValueError: {message}"),
         (conditions.raises_in_a_block, True, "ValueError: inside"),
     ],
 )

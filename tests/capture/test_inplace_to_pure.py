@@ -152,7 +152,7 @@ def test_the_shape_of_what_stays_is_not_changed_in_place(name, of):
 
 
 def test_the_shape_of_what_has_views_and_wants_a_gradient_is_not_changed_in_place():
-    """Autograd would make the views anew, of the other shape."""
+    """Autograd would make the views again, of the other shape."""
 
     def build(self, x):
         value = self.model.weight * 2

@@ -1,4 +1,4 @@
-"""A step of torch's optimizers is traced once; one that differs in anything that a trace depends on is traced anew."""
+"""A step of torch's optimizers is traced once; one that differs in anything that a trace depends on is traced again."""
 
 from __future__ import annotations
 

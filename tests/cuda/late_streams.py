@@ -33,7 +33,7 @@ def copy_to(target: Tensor, source: Tensor) -> None:
 
 
 class LateTransfer:
-    """A transfer that begins on a stream of its own behind what compute has been given, after a while.
+    """A transfer that begins on a stream of its own after what compute has been given, after a while.
 
     waits: whether ``wait`` does; without that a test shows that it would notice.
     """
@@ -133,7 +133,7 @@ def late_transfers(waits: bool = True) -> Iterator[Counter[str]]:
             return LateTransfer(copies.device, partial(copy_to, target, source), [target, source], waits)
         if target.device.type not in copies._streams:
             copies._streams[target.device.type] = torch.cuda.Stream(copies.device)
-        with torch.cuda.stream(copies._streams[target.device.type]):  # the copy begins behind this
+        with torch.cuda.stream(copies._streams[target.device.type]):  # the copy begins after this
             torch.cuda._sleep(SLOW)
         handle = copy_now(copies, target, source)
         return handle if waits else DONE

@@ -37,7 +37,7 @@ class StagedGraph(gz.Graph):
 
 
 def train(where: Any, schedule: str, delay: Any = None) -> list[Tensor]:
-    """Losses and states of three steps.  delay: called in front of each part."""
+    """Losses and states of three steps.  delay: called before each part."""
     torch.manual_seed(0)
     graph = StagedGraph(Language(layers=4), where, schedule)
     graph.compile(batches()[0])

@@ -7,7 +7,7 @@ How a page is written:
 * a block that prints is directly followed by a ``text`` block, which holds exactly what it prints;
 * a first line ``# train.py`` names the file that the block is saved as; otherwise it is ``example.py``;
 * in a block opened by ```` ```text excerpt ```` a line ``...`` stands for any number of lines;
-* other blocks (``bash``, plain ``text`` behind prose) do not run.
+* other blocks (``bash``, plain ``text`` after prose) do not run.
 """
 
 from __future__ import annotations

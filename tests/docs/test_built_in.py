@@ -29,6 +29,6 @@ def test_every_pass_is_there_in_order() -> None:
 
 
 def test_a_stale_section_is_replaced_and_nothing_else() -> None:
-    page = f"# Page\n\n{built_in.HEAD}\nold\n\n## Behind\n\ntext\n"
-    assert built_in.refreshed(page) == f"# Page\n\n{built_in.section()}\n## Behind\n\ntext\n"
+    page = f"# Page\n\n{built_in.HEAD}\nold\n\n## After\n\ntext\n"
+    assert built_in.refreshed(page) == f"# Page\n\n{built_in.section()}\n## After\n\ntext\n"
     assert built_in.refreshed(built_in.refreshed(page)) == built_in.refreshed(page)

@@ -1,4 +1,4 @@
-"""The notebook runs on virtual ranks alone and is stored with its present outputs; ``--accept`` stores them anew."""
+"""The notebook runs on virtual ranks alone and is stored with its present outputs; ``--accept`` stores them again."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_it_is_the_same_however_the_bytes_come():
     made = Checksum()
     for _ in range(2):
         made.add_bytes(memoryview(data))
-        assert made.end_block() == wanted, "the next one begins anew"
+        assert made.end_block() == wanted, "the next one begins again"
 
 
 def words(kind):

@@ -378,7 +378,7 @@ def test_pinning_says_what_cannot_be() -> None:
         graph.pin("z", "dp", B)
 
 
-def test_an_op_is_pinned_behind_and_an_input_in_place() -> None:
+def test_an_op_is_pinned_after_and_an_input_in_place() -> None:
     graph = parse(propagated("h = mm(x, w) : f32[8, 4]\n  y = relu(h) : f32[8, 4]", level="captured"))
     assert graph.pin("x", "dp", B).name == "x"
     pinned = graph.pin("h", "dp", P)

@@ -71,7 +71,7 @@ def _nesting(events: list[dict[str, Any]]) -> Iterable[str]:
 
 
 def _flows(events: list[dict[str, Any]]) -> Iterable[str]:
-    """Each arrow has one begin and one end behind it, both within slices of its thread."""
+    """Each arrow has one begin and one end after it, both within slices of its thread."""
     ends: dict[Any, list[dict[str, Any]]] = defaultdict(list)  # Perfetto takes those of one id, name and category
     for event in events:
         if event["ph"] in "sf":

@@ -66,8 +66,8 @@ def sentences(steps: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
     for _ in range(steps):
         x, t = (torch.randint(1, WORDS, (ROWS, LENGTH), generator=generator) for _ in range(2))
         lengths = torch.randint(1, LENGTH + 1, (ROWS,), generator=generator)
-        behind = torch.arange(LENGTH) >= lengths[:, None]
-        found.append((x.masked_fill(behind, 0), t.masked_fill(behind, 0)))
+        after = torch.arange(LENGTH) >= lengths[:, None]
+        found.append((x.masked_fill(after, 0), t.masked_fill(after, 0)))
     return found
 
 

@@ -57,7 +57,7 @@ def batches(steps=2):
 
 
 def trained(loss, parts, stage=0, ranks=2):
-    """Losses, and what the model holds behind them; a warning that a loss gives is an error."""
+    """Losses, and what the model holds after them; a warning that a loss gives is an error."""
     graph = Step(loss, parts, stage, ranks)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*statistics of a micro-batch")

@@ -255,7 +255,7 @@ def test_what_hangs_on_the_batch_alone_is_computed_before_and_reduced_once():
         x, t = sentences()[0]
         graph.compile(x[:8], t[:8])
         sums = [c for c in graph.plan.collectives if c.what_for == "other"]
-        assert len(sums) == 2 and graph.program.gradients()  # of the tokens, before; of the loss, behind
+        assert len(sums) == 2 and graph.program.gradients()  # of the tokens, before; of the loss, after
 
 
 def test_another_number_of_micro_batches_is_another_program_of_the_same_run():
@@ -444,7 +444,7 @@ def test_a_number_that_is_none_is_refused(given):
         micro_batch_graph(Words, tokens).config.set_gradient_accumulation_steps(given)
 
 
-def test_a_value_that_is_made_anew_may_not_be_read_behind():
+def test_a_value_that_is_made_anew_may_not_be_read_after():
     graph = micro_batch_graph(Words, tokens, 4, 0)
     graph.compile(*sentences()[0])
     program = graph.history[-1].after
@@ -454,7 +454,7 @@ def test_a_value_that_is_made_anew_may_not_be_read_behind():
         if value.repeats_of(n) and n.target not in (*ops.IN_TURN, ops.micro_batch) and value.is_tensor(n)
     )
     program.set_output((*program.outputs[1:], inside), program.aux, program.updates)
-    with pytest.raises(gz.VerifyError, match="made anew each time"):
+    with pytest.raises(gz.VerifyError, match="made again each time"):
         verify(program)
 
 

@@ -139,7 +139,7 @@ def test_logits_that_the_step_hands_out_stay_whole():
             entropy(logits, labels).backward()
             return logits
 
-    for where, sbp in (("dp", gz.sbp.S(0)), ("cp", gz.sbp.S(1))):  # those of a sequence are joined behind backward
+    for where, sbp in (("dp", gz.sbp.S(0)), ("cp", gz.sbp.S(1))):  # those of a sequence are joined after backward
         graph = Both(made(), None, 0, 4, gz.placement("cpu", range(2), names=(where,), virtual=True))
         for name in ("ids", "labels"):
             graph.config.set_input(name, sbp=sbp)

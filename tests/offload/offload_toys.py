@@ -56,7 +56,7 @@ def batch(step=0, dtype=torch.float32):
 
 
 def results_of(graph, steps=3, share=slice(None)):
-    """The losses of some steps, and all that the Graph holds behind them."""
+    """The losses of some steps, and all that the Graph holds after them."""
     losses = [graph(*(x[share] for x in batch(step))) for step in range(steps)]
     return {"losses": losses, **copy.deepcopy(graph.full_state_dict())}
 

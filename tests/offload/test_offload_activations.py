@@ -157,7 +157,7 @@ class RandomGraph(gz.Graph):
         return loss
 
     def results(self, rows=8):
-        """Losses of two steps, and the state behind them; the last call is measured."""
+        """Losses of two steps, and the state after them; the last call is measured."""
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(rows, 3, self.width, generator=generator)
         torch.manual_seed(1)

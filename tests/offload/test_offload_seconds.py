@@ -84,6 +84,6 @@ def test_the_command_plan_counts_what_is_on_the_host_and_what_the_step_waits_for
         for line in capsys.readouterr().out.splitlines()
         if "  " in line.strip()
     }
-    nbytes = rows["beside it, in host memory"]
+    nbytes = rows["besides it, in host memory"]
     assert rows["from host memory to the device"] == rows["and back"] == nbytes and nbytes.endswith(" B")
     assert "of them not hidden behind compute" in rows and rows["copies to and from host memory"].endswith("us")

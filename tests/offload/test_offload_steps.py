@@ -101,7 +101,7 @@ def test_the_device_holds_two_buckets_at_most():
     assert not at_once and most == max(a + b for a, b in zip(sizes, sizes[1:], strict=False))
 
 
-def test_nothing_is_under_way_behind_a_step_that_stops(monkeypatch):
+def test_nothing_is_under_way_after_a_step_that_stops(monkeypatch):
     """On a GPU the memory of a copy would go to somebody else, or Python read a state that is still arriving."""
     copies = []
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from graphzero.ir import ops
 from graphzero.ops import ADAM
 
-WIDTH = 32  # elements of a vector of the narrowest type: eager rounds those behind the last full one differently
+WIDTH = 32  # elements of a vector of the narrowest type: eager rounds those after the last full one differently
 
 
 def float_mean_square(model: nn.Module, x: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ def hooked(model: Any) -> Optimizer:
 REFUSED: dict[str, tuple[Any, str]] = {
     "groups of its own": (lambda model: Apart(*halves(model)), "SGD, whose parameter groups are not its own"),
     "state of its own": (lambda model: OwnState(adamw(model)), "AdamW, whose states are not its own(.|\n)*self.state"),
-    "state made anew": (lambda model: Anew(adamw(model)), "makes its state anew"),
+    "state made again": (lambda model: Anew(adamw(model)), "makes its state again"),
     "no step at all": (lambda model: Idle(adamw(model)), "makes nothing of the gradient of model.scale(.|\n)*AdamW"),
     "out of sight": (hidden, "reaches model.scale itself"),
     "a hook inside": (hooked, "AdamW, which Around holds, has step hooks"),

@@ -294,7 +294,7 @@ def test_it_is_legible_in_light_and_in_dark(page: Any) -> None:
 
 def test_it_fits_a_phone(page: Any) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
-    page.wait_for_timeout(400)  # it waits a moment before it draws anew
+    page.wait_for_timeout(400)  # it waits a moment before it draws again
     assert page.locator("#memory-plot canvas").bounding_box()["width"] < 390
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.locator("#memory-plot .u-over").click(position={"x": 8, "y": 60})

@@ -69,7 +69,7 @@ def test_what_is_alive_at_each_moment_sums_to_the_plans_bytes_and_the_peak_is_th
     assert data["values"][memory["peak"]][0] == name_of and phase in ("forward", "backward", "update")
 
 
-def test_edits_make_the_text_behind_each_pass_and_values_know_the_pass_that_made_them(tmp_path: Path) -> None:
+def test_edits_make_the_text_after_each_pass_and_values_know_the_pass_that_made_them(tmp_path: Path) -> None:
     with program_of(tmp_path, "make") as program:
         (data, texts), found = given(program), snapshots(program.history)
         wanted = [print_graph(one.graph, align=False).splitlines() for one in found]

@@ -1,4 +1,4 @@
-"""Times of the parts of a step: the simulated schedule, with what comes before and behind the micro-batches."""
+"""Times of the parts of a step: the simulated schedule, with what comes before and after the micro-batches."""
 
 from __future__ import annotations
 

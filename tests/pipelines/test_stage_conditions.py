@@ -22,7 +22,7 @@ CONDITIONS = {
 
 
 class Checked(TrainGraph):
-    """A step that checks a condition, that of gradients behind backward."""
+    """A step that checks a condition, that of gradients after backward."""
 
     def __init__(self, *args, condition, **options):
         super().__init__(*args, **options)

@@ -42,7 +42,7 @@ def pipeline_graph():
 
 
 def in_backward(graph, rank, do):
-    """Calls ``do`` on a rank in front of the backward of its second micro-batch."""
+    """Calls ``do`` on a rank before the backward of its second micro-batch."""
     executor = graph._selection.last.part._executor
     for i, part in executor.executors.items():
         if str(graph._selection.last.part.pipeline.parts.parts[i].key) == f"backward@{rank}":

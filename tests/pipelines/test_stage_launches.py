@@ -197,7 +197,7 @@ def test_a_sent_value_keeps_its_memory_until_its_send_has_ended() -> None:
     assert transport.ended == [0, 1] and transport.tensors[1]() is None
 
 
-def test_behind_a_call_that_stopped_gpus_do_not_go_on() -> None:
+def test_after_a_call_that_stopped_gpus_do_not_go_on() -> None:
     communicator: Any = SimpleNamespace(rank=3, generation=1, _stages={(1, 3): (0, None)})
     with pytest.raises(GraphZeroError, match="rank 3: a call of these ranks has stopped.*\n  Restart the processes"):
         Communicator.stage_transport(communicator, [1, 3], torch.device("cuda"))

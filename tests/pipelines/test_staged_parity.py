@@ -130,7 +130,7 @@ def test_a_scaled_loss_differs_by_rounding() -> None:
     assert compare(Net(2), stages_of(2, 2), placement(2, 2), **options) < 1e-6
 
 
-def test_a_tied_weight_is_moved_once_a_step_and_its_gradients_are_added_behind_the_loop() -> None:
+def test_a_tied_weight_is_moved_once_a_step_and_its_gradients_are_added_after_the_loop() -> None:
     model, where = Net(2, tied=True).double(), placement(2, 2)
     for stage in (0, 3):
         options: dict[str, Any] = {"micro_batches": 4, "stage": stage, "schedule": "zb1p", "steps": 1}

@@ -109,7 +109,7 @@ def test_stages_read_what_tiles_before_the_micro_batches_add_up() -> None:
 
 
 class TwoHeads(Words):
-    """A larger head behind the first layer, whose loss the last stage adds."""
+    """A larger head after the first layer, whose loss the last stage adds."""
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         early = F.linear(torch.tanh(self.layers[0](self.embed(ids))), self.layers[0].weight.repeat(30, 1))

@@ -72,7 +72,7 @@ def test_a_call_costs_each_op_where_the_host_computes_and_only_short_ops_where_i
 
 
 class Net(gz.Graph):
-    """A small convolutional net with attention behind it."""
+    """A small convolutional net with attention after it."""
 
     def __init__(self, batches: int = 1, stage: int = 2, ranks: int = 2):
         super().__init__(gz.placement("cpu", range(ranks), virtual=True))

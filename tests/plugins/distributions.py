@@ -1,4 +1,4 @@
-"""Distributions in a folder, as an installer leaves them: modules beside metadata; and to look for them anew."""
+"""Distributions in a folder, as an installer leaves them: modules beside metadata; and to look for them again."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_metadata_that_is_there_twice_counts_once(site: Site) -> None:
         ("nowhere_at_all:PASS", "cannot be loaded: ModuleNotFoundError: No module named 'nowhere_at_all'"),
         ("MODULE:absent", "cannot be loaded: AttributeError"),
         ("MODULE:behind_nothing", "follows 'nothing', and no pass has that name; they are pin, zero"),
-        ("MODULE:too_early", "runs on 'local' graphs, and behind zero they are 'captured'"),
+        ("MODULE:too_early", "runs on 'local' graphs, and after zero they are 'captured'"),
         ("MODULE:setting", "is not a pass: give a graphzero.passes.PassEntry of a dataclass"),
         ("MODULE:behind_noop", "has a pass called 'further'"),
     ],

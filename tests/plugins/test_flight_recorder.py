@@ -55,9 +55,9 @@ def test_the_form_is_that_which_torchs_own_reader_takes() -> None:
     assert KINDS.keys() <= types.COLLECTIVES | {"all_to_all", "all_to_all_single"}
 
 
-def test_what_was_launched_as_planned_is_found_behind_an_earlier_record_in_any_order_of_entries() -> None:
-    behind = last_record(dump(EARLIER))
-    recorded = list_recorded(dump(*reversed(RECORDED), EARLIER, entry(3, "3", "barrier", 1, 1)), behind)
+def test_what_was_launched_as_planned_is_found_after_an_earlier_record_in_any_order_of_entries() -> None:
+    after = last_record(dump(EARLIER))
+    recorded = list_recorded(dump(*reversed(RECORDED), EARLIER, entry(3, "3", "barrier", 1, 1)), after)
     assert compare_launches(PLANNED, recorded) == "2 launches recorded as planned"
 
 

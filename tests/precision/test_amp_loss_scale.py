@@ -81,7 +81,7 @@ def test_the_scale_falls_after_as_many_overflows_as_hysteresis_and_not_below_its
     for step, overflow in enumerate([1, 1, 1, 1, 0, 0, 1, 1]):
         graph(*fed(model, step, overflow))
         found.append((graph.loss_scale, int(graph.state_dict()["loss_scale"]["hysteresis"])))
-    # Megatron-LM's: the first overflow is stood, each one behind it halves; growing fills up again
+    # Megatron-LM's: the first overflow is stood, each one after it halves; growing fills up again
     assert found == [(16, 1), (8, 0), (4, 0), (4, 0), (4, 0), (8, 2), (8, 1), (4, 0)]
 
 
@@ -120,7 +120,7 @@ def test_the_norm_is_that_of_unscaled_gradients_and_its_sum_goes_with_the_count_
     assert found[0] == pytest.approx(found[1], rel=1e-2)
 
 
-def test_code_behind_backward_sees_unscaled_gradients():
+def test_code_after_backward_sees_unscaled_gradients():
     class Clips(TrainGraph):
         def build(self, *batch):
             loss = self.model(*batch)

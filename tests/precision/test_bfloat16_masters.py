@@ -216,7 +216,7 @@ class Clipping(TrainGraph):
         return loss
 
 
-def test_code_of_the_users_behind_backward_clips_and_gradients_may_be_reduced_in_float32():
+def test_code_of_the_users_after_backward_clips_and_gradients_may_be_reduced_in_float32():
     found = []
     for stage, ranks in ((0, 2), (3, 2)):
         model = mlp().to(BF16)

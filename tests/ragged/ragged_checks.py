@@ -117,7 +117,7 @@ def check_ranks_whose_loaders_end_at_other_times_take_the_steps_of_what_is_left(
     rank, model = dist.get_rank(), model_of()
     plain, graph = copy.deepcopy(model), RaggedGraph(model)
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
-    multiprocessing.set_forkserver_preload(["graphzero.graph"])  # else each worker imports torch anew
+    multiprocessing.set_forkserver_preload(["graphzero.graph"])  # else each worker imports torch again
     of_ranks = [DataLoader(Stream(r, range(13)), 2, collate_fn=whole, num_workers=2 * (r == 0)) for r in range(2)]
     steps = list(zip_longest(*of_ranks))
     assert len(steps) == 4 and steps[3][1] is None

@@ -61,7 +61,7 @@ def batch(step=0, rows=8):
 
 
 def trained(graph, steps=2, part=lambda ids: ids):
-    """The losses of some steps, and the parameters behind them."""
+    """The losses of some steps, and the parameters after them."""
     torch.manual_seed(1)
     losses = [graph(part(batch(step))) for step in range(steps)]
     return losses, list(graph.full_state_dict()["modules"]["model"].values())

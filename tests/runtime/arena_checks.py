@@ -39,7 +39,7 @@ def check_results_are_those_without_to_the_bit_though_a_rank_reads_late_and_what
 @EVERYTHING
 def check_what_a_stopped_step_has_under_way_does_not_arrive_in_the_next_one():
     def under_way(sequence, first):
-        """Behind the last launch before anything is written."""
+        """After the last launch before anything is written."""
         launches = [i for i, one in enumerate(sequence) if isinstance(one, Barrier) and one.node.target is ops.launch]
         return max(i for i in launches if i < first) + 1
 

@@ -18,7 +18,7 @@ from graphzero.ir.storage.liveness import liveness
 
 
 class Block(nn.Module):
-    """Attention and a gated layer behind norms, as Llama has them, or a plain one, as GPT has it."""
+    """Attention and a gated layer after norms, as Llama has them, or a plain one, as GPT has it."""
 
     def __init__(self, width: int, gated: bool):
         super().__init__()

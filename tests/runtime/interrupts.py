@@ -1,9 +1,9 @@
 """Ctrl-C at chosen instructions of a Graph's calls: afterwards all must work, or be refused with the reason.
 
-Python handles a signal between two instructions: as a function begins, behind a call, at the end of a turn of a loop.
+Python handles a signal between two instructions: as a function begins, after a call, at the end of a turn of a loop.
 All such places of a call in graphzero, and in torch's and Python's context managers, are written down in an undisturbed
 run.  Then, one after another, the signal is raised at a place, by C code as the kernel's handler does, so that
-KeyboardInterrupt comes exactly where it may.  Behind it, while the exception is still held, as a prompt holds it:
+KeyboardInterrupt comes exactly where it may.  After it, while the exception is still held, as a prompt holds it:
 
 * torch and Python are as before: gradients on, no mode, no autocast, the collector of garbage at work, same streams;
 * another Graph, and plain torch, work;
@@ -46,7 +46,7 @@ _TRIP = ctypes.PYFUNCTYPE(None, ctypes.c_int, ctypes.py_object)(("PyErr_SetInter
 
 @dataclass
 class Places:
-    """Counts instructions of watched code; at the one numbered ``at`` it raises SIGINT at the instruction behind.
+    """Counts instructions of watched code; at the one numbered ``at`` it raises SIGINT at the instruction after.
 
     found: (number of the instruction before, where) of each place where a signal would be handled, the first time that
     code comes there and the last.
@@ -235,7 +235,7 @@ def trial(name: str, at: int) -> tuple[str, str]:
     subject = USED.pop(name, None) or Subject(steps)
     if steps:
         subject.graph.load_state_dict(copy.deepcopy(SAVED[steps - 1]))
-        subject.step()  # what the load has let go of is bound anew
+        subject.step()  # what the load has let go of is bound again
     before = surroundings()
     error, where = interrupted(lambda: work(subject), at)
     wrong = [key for key, x in surroundings().items() if x is not before[key] and x != before[key]]

@@ -168,7 +168,7 @@ def check_a_grid_of_some_ranks_needs_only_these():
 
 
 class Local(nn.Module):
-    """Rows centred within each rank of a data axis, with dropout of its own, behind a layer of the region's."""
+    """Rows centred within each rank of a data axis, with dropout of its own, after a layer of the region's."""
 
     def __init__(self, names):
         super().__init__()

@@ -14,7 +14,7 @@ from test_split_sequences import Gpt, batch, graph_of  # noqa: E402
 
 
 def trained(ways, heads, virtual, padded=False):
-    """Losses of three steps and the parameters behind them, with dropout: equal draws are part of it.
+    """Losses of three steps and the parameters after them, with dropout: equal draws are part of it.
 
     ways: of attention, by axis of the sequence, the last of which has the ranks that the others leave.
     """

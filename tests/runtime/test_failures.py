@@ -156,7 +156,7 @@ def test_a_rank_that_has_ended_is_named_at_once(tmp_path: Path, way: str, how: A
 
 
 def with_a_child(rank: int, how: Any) -> Any:
-    """Rank 1 leaves a process behind that it has forked when all were connected."""
+    """Rank 1 leaves a process after that it has forked when all were connected."""
     graph = LookupGraph()
     graph(batch(0, rank))
     dist.barrier()

@@ -1,4 +1,4 @@
-"""A module or tensor that is placed already is placed anew, alike on real and on virtual ranks."""
+"""A module or tensor that is placed already is placed again, alike on real and on virtual ranks."""
 
 import itertools
 import sys

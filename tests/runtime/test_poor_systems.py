@@ -28,7 +28,7 @@ SOON = 20.0  # seconds, on a machine that has other work
 
 
 def _fails_then_connects(end: Any) -> Any:
-    """Work of which the first step fails on rank 1, and that ends rank 1 as all connect anew."""
+    """Work of which the first step fails on rank 1, and that ends rank 1 as all connect again."""
 
     def work(rank: int) -> Any:
         graph = LookupGraph()

@@ -138,7 +138,7 @@ WRITTEN = graph_of("""
 """)
 
 
-def test_nothing_that_writes_a_state_is_compiled_and_it_runs_behind_the_readers_of_the_old():
+def test_nothing_that_writes_a_state_is_compiled_and_it_runs_after_the_readers_of_the_old():
     assert order(WRITTEN) == [["a", "b", "c", "d"], "z"]
 
 

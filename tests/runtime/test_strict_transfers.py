@@ -56,12 +56,12 @@ def world() -> VirtualWorld:
 
 def buffers(kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     collective = COLLECTIVES[kind]
-    first, behind = collective.sent(0, N)
-    ins = [torch.arange(3.0 * (behind - first)) + 10 * rank for rank in range(N)]
+    first, after = collective.sent(0, N)
+    ins = [torch.arange(3.0 * (after - first)) + 10 * rank for rank in range(N)]
     if collective.is_in_place:
         return ins, ins
-    first, behind = collective.received(N)
-    return [torch.zeros(3 * (behind - first)) for _ in range(N)], ins
+    first, after = collective.received(N)
+    return [torch.zeros(3 * (after - first)) for _ in range(N)], ins
 
 
 @pytest.mark.at_once

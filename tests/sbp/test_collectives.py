@@ -38,8 +38,8 @@ def test_arguments_are_a_dim_for_each_split_end_the_axis_and_what_reduces(kind: 
 def test_a_rank_sends_no_more_than_what_others_need_of_its_lines(kind: str, n: int) -> None:
     """In lines: bytes on the wire are those of the ring, of which a rank sends all of its lines but its own."""
     one = COLLECTIVES[kind]
-    first, behind = one.sent(n - 1, n)
-    sent, received = behind - first, one.received(n)[1] - one.received(n)[0]
+    first, after = one.sent(n - 1, n)
+    sent, received = after - first, one.received(n)[1] - one.received(n)[0]
     wire = one.wire(n) * one.whole(n)
     if kind == "shift":  # each rank sends one line to one other
         assert (wire, sent, received, one.messages(n)) == (1, 1, 1, 1)

@@ -50,7 +50,7 @@ def test_looped_bfs_is_that_of_torch_but_for_the_order_of_micro_batches_in_backw
     assert [[str(one) for one in row] for row in schedule.rows] == expected
 
 
-def test_1f1b_alternates_behind_its_warm_up() -> None:
+def test_1f1b_alternates_after_its_warm_up() -> None:
     """Torch's own rows lack a forward action on the last rank, so that this is written out."""
     rows = generate_schedule("1f1b", 3, 4).rows
     assert [" ".join(map(str, row)) for row in rows] == [

@@ -1,4 +1,4 @@
-"""Globals and shared variables that build reads, and what it calls: bound anew, they make another program."""
+"""Globals and shared variables that build reads, and what it calls: bound again, they make another program."""
 
 import collections.abc
 import functools

@@ -63,7 +63,7 @@ def write_state(run: Run, r: random.Random, number: int) -> None:
 
 
 def clear_state(run: Run, r: random.Random, number: int) -> None:
-    """A whole optimizer begins anew."""
+    """A whole optimizer begins again."""
     r.choice(run.optimizers).state.clear()
 
 

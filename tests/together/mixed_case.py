@@ -111,7 +111,7 @@ class Case:
         return torch.randn(rows, 5, generator=generator, dtype=D), y, weight
 
     def play(self, run: Run) -> list[tuple[str, Found]]:
-        """What each step and action gives, and what stands in model, optimizers and averages behind it."""
+        """What each step and action gives, and what stands in model, optimizers and averages after it."""
         found: list[tuple[str, Found]] = []
         torch.manual_seed(self.seed)
         for number, names in enumerate(self.actions):

@@ -68,7 +68,7 @@ class Run:
         self.other: Any = None  # what other_step trains with
 
     def finish(self, found: Found) -> Found:
-        """Behind a step of either: what the user does between calls."""
+        """After a step of either: what the user does between calls."""
         for scheduler in self.schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(float(found["loss"]))

@@ -3,7 +3,7 @@
 A case (``mixed_case``) is drawn from its number: a model; optimizers with groups, schedulers, clipping, an average;
 a layout (placement, splits, ZeRO, micro-batches, tiles of rows, recomputation, budget, buckets, arena, ragged shapes);
 and what the user does between steps (evaluation, eager writes, freezing, other numbers, checkpoints into another layout
-...).  It says in words what it drew when it fails.  Behind each step and each action all that a user can see is
+...).  It says in words what it drew when it fails.  After each step and each action all that a user can see is
 compared: results, norms, parameters, buffers, optimizer states, numbers of groups, averages.  At the end the plan's
 collectives are those that one more step makes.
 

@@ -1,6 +1,6 @@
 """What a program is, and the makers of its batches.
 
-A program is a factory: called, it returns a model, its optimizers and a step function, all made anew.  Its text is the
+A program is a factory: called, it returns a model, its optimizers and a step function, all made again.  Its text is the
 same in plain PyTorch and in a Graph.  Tensors are made in the default dtype, which the caller sets.
 """
 

@@ -48,7 +48,7 @@ class AttributeGuards:
 
     root: of the modules, whose parameters and buffers are the step's own.
     referenced: names that it reads and that are not attributes; all of them count as read.
-    objects: label -> an object whose attributes are guarded beside those of the modules and of ``graph``.
+    objects: label -> an object whose attributes are guarded besides those of the modules and of ``graph``.
     """
 
     def __init__(

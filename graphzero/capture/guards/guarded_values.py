@@ -60,7 +60,7 @@ def read_attribute(owner: Any, name: str) -> Any:
 
 
 def split_path(path: str, owners: Container[str]) -> tuple[str, str]:
-    """The longest owner that a path begins with, and the name behind it, which may have dots."""
+    """The longest owner that a path begins with, and the name after it, which may have dots."""
     owner, name = path, ""
     while owner not in owners or not name:
         owner, _, last = owner.rpartition(".")
@@ -83,7 +83,7 @@ def tensor_identity(x: Tensor) -> ObjectIdentity:
 
 
 def needs_rebuild(guarded: Any) -> bool:
-    """Return whether a guarded value has to be built anew to be compared, as it is not the attribute's own value."""
+    """Return whether a guarded value has to be built again to be compared, as it is not the attribute's own value."""
     is_identity = isinstance(guarded, ObjectIdentity) and not isinstance(guarded.obj, FUNCTION_TYPES)
     return isinstance(guarded, ContainerValue) or is_identity
 

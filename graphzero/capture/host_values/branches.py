@@ -35,7 +35,7 @@ class RaisingBranch:
 
 
 def caller() -> FrameType | None:
-    """The frame that asks for the truth of a value: the innermost beyond what stands between it and torch."""
+    """The frame that asks for the truth of a value: the innermost beyond what is between it and torch."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_globals.get("__package__") or "").startswith("graphzero.capture"):
         frame = frame.f_back

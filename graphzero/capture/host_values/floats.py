@@ -28,7 +28,7 @@ _SYMBOLIC = (torch.SymFloat, torch.SymInt)
 
 
 class _FloatType(type):
-    """``type(t) == float``, and a table of types finds what stands there for floats; ``type(t) is float`` is False."""
+    """``type(t) == float``, and a table of types finds what is there for floats; ``type(t) is float`` is False."""
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is float

@@ -42,7 +42,7 @@ class HostNumber(TracedNumber):
         self.tensor, self.value_reads, self.line = tensor, value_reads, user_frame()
 
     def beside(self, tensors: Iterable[Tensor]) -> Tensor:
-        """The number as an operand beside tensors: it turns integers into floats of the default dtype, and widens
+        """The number as an operand next to tensors: it turns integers into floats of the default dtype, and widens
         nothing."""
         if self.tensor.is_floating_point() and not any(x.is_floating_point() or x.is_complex() for x in tensors):
             return self.tensor.to(torch.get_default_dtype())

@@ -1,6 +1,6 @@
 """Running averages of a model, as part of the step: what an ``AveragedModel``'s own ``update_parameters`` computes.
 
-It runs on fakes behind the optimizers, told that it is not the first call; in the first one the model's values are
+It runs on fakes after the optimizers, told that it is not the first call; in the first one the model's values are
 taken as they are, by value: ``where(n_averaged == 0, model, average)``.
 """
 

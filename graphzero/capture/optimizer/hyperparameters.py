@@ -1,4 +1,4 @@
-"""Hyperparameters: the numbers of ``param_groups`` that a step reads anew on every call.
+"""Hyperparameters: the numbers of ``param_groups`` that a step reads again on every call.
 
 Floats are, and the numbers that ``step`` itself changes, as a counter ``group["step"]`` (``stepped_numbers.py``).
 """
@@ -17,7 +17,7 @@ from graphzero.ir.value import Role
 # How torch's optimizers are told to step without host reads, one parameter at a time.
 FLAGS = {"capturable": True, "foreach": False, "fused": False, "differentiable": False}
 
-OF_STATE = "state."  # before the key of a number that stands in the state of each parameter of a group
+OF_STATE = "state."  # before the key of a number that is in the state of each parameter of a group
 
 # Key of a number that ``step`` changes -> what it is where the group lacks it, None where nothing stands for it.
 Carried = Mapping[str, "int | float | None"]
@@ -52,7 +52,7 @@ class Hyperparameter:
 
 @dataclass(frozen=True)
 class Carry:
-    """A number of a group, or of the states of its parameters, behind a step.
+    """A number of a group, or of the states of its parameters, after a step.
 
     compute: of the numbers of ``roles``, as they are before it.  paths: of the parameters whose states hold it.
     """

@@ -91,7 +91,7 @@ def _candidates(recorded: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class _TwinStep:
-    """group: the numbers of the parameter's group behind the step; began: those that it began with, or first got."""
+    """group: the numbers of the parameter's group after the step; began: those that it began with, or first got."""
 
     def __init__(self, param: Tensor, recorder: _RecordedDict, group: _RecordedDict) -> None:
         self.param, self.recorded, self.state = param, recorder.first, dict(recorder)
@@ -112,7 +112,7 @@ def _run(
 ) -> _TwinStep:  # fmt: skip
     """Run one step of a twin without state, or with the state of ``like`` filled with ``fills``.
 
-    numbers: what its group holds beside what the user's does.  more: how many parameters beside the one."""
+    numbers: what its group holds besides what the user's does.  more: how many parameters besides the one."""
     generator = torch.Generator().manual_seed(seed)
     groups, stand_ins, params = _twin_groups(stepping, group, ndim, generator)
     param, settings = params[0], _RecordedDict({**groups[group], **(numbers or {})})

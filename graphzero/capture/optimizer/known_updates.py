@@ -53,7 +53,7 @@ def key_of(
 ) -> Hashable | None:
     """Key of everything that tracing a step of ``members`` depends on; None where that cannot be listed.
 
-    what: is made of it.  index: of the optimizer in its Graph, which stands in the roles of its numbers.
+    what: is made of it.  index: of the optimizer in its Graph, which is in the roles of its numbers.
     """
     code = _code_of(optimizer)
     if code is None or _compat.modes_are_on():

@@ -2,8 +2,8 @@
 
 Those of parameters' states are one number for all parameters of a group.
 
-Which they are is learnt from a step of a twin (``initial_state.py``).  A program reads them anew in every call, as it
-does any hyperparameter; what they are behind it follows from the numbers of groups alone and is computed on the host,
+Which they are is learnt from a step of a twin (``initial_state.py``).  A program reads them again in every call, as it
+does any hyperparameter; what they are after it follows from the numbers of groups alone and is computed on the host,
 by the operations that ``step`` did, so that it is plain PyTorch's to the bit.
 """
 

@@ -18,7 +18,7 @@ class SteppedParameter:
     states: key -> (dtype, shape), None for a key that holds None; counters: those that are 0-d for any parameter.
     numbers: the keys that hold a Python number.
     first: it has no state yet, and the step is the one that makes it.
-    rounded: whether it steps in float32, it and those of its states that are bfloat16, and is rounded behind that.
+    rounded: whether it steps in float32, it and those of its states that are bfloat16, and is rounded after that.
     """
 
     path: str

@@ -272,7 +272,7 @@ class OptimizerTracer:
     # ---- what it has read
 
     def guarded_attributes(self) -> dict[str, Any]:
-        """Guarded values of the attributes that the steps have read beside groups and state, by path."""
+        """Guarded values of the attributes that the steps have read besides groups and state, by path."""
         return {} if self.guards is None else self.guards.current_values()
 
     def constants(self) -> list[tuple[Tensor, ObjectIdentity]]:

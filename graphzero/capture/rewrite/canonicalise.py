@@ -20,7 +20,7 @@ from graphzero.ops import AS_LOCAL
 
 aten = torch.ops.aten
 
-_TRACED_NAMES = (  # beside those of a program; nothing else leaves them there
+_TRACED_NAMES = (  # besides those of a program; nothing else leaves them there
     aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default, aten.detach_.default,
 )  # fmt: skip
 _PIECES = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, operator.getitem, AS_LOCAL)

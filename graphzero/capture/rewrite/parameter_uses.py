@@ -1,6 +1,6 @@
 """Uses of parameters: each phase reads a parameter through its own ``use``.
 
-Values that are only views or casts of a parameter are made anew in every phase that reads them, so that nothing of a
+Values that are only views or casts of a parameter are made again in every phase that reads them, so that nothing of a
 parameter's size crosses from forward to backward.  ZeRO's stage 3 depends on this.
 """
 
@@ -15,7 +15,7 @@ from graphzero.ir import ops, value
 
 
 def insert_uses(graph: fx.Graph) -> None:
-    """Put ``use`` nodes behind the parameters of ``graph``, in place."""
+    """Put ``use`` nodes after the parameters of ``graph``, in place."""
     _UseInserter(graph).insert()
 
 

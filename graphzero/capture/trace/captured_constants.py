@@ -136,7 +136,7 @@ class CapturedConstants:
         return result
 
     def problem_of(self, error: Exception, where: list[str]) -> CaptureError | None:
-        """The problem behind an error that numpy raised for a write to the memory of a free tensor."""
+        """The problem after an error that numpy raised for a write to the memory of a free tensor."""
         if self._shown and isinstance(error, ValueError) and "read-only" in str(error):
             return problem("build writes to a tensor that is not a buffer of its modules: .numpy()", _WRITE_HINT, where)
         return None
@@ -161,7 +161,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _tensors(args: Any) -> Any:
-    """The tensors among arguments of an op, which may stand in lists."""
+    """The tensors among arguments of an op, which may be in lists."""
     for arg in args:
         if isinstance(arg, Tensor):
             yield arg

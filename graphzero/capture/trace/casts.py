@@ -42,7 +42,7 @@ class ParameterCasts:
     """Casts of parameters in one trace.
 
     dtype: of the casts; None where there is no mixed precision.  begun: whether backward has been called: what is read
-    behind it without wanting a gradient, by code that clips, is the parameter itself.
+    after it without wanting a gradient, by code that clips, is the parameter itself.
     """
 
     def __init__(self, dtype: torch.dtype | None, params: Iterable[Tensor] = ()) -> None:
@@ -131,7 +131,7 @@ def _writes(func: Any) -> bool:
 
 
 def _refuses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> bool:
-    """Return whether a norm refuses 16-bit weights when it runs: beside wide input or wide statistics."""
+    """Return whether a norm refuses 16-bit weights when it runs, with wide input or wide statistics."""
     if func in _LAYER_NORMS:
         x = args[0] if args else kwargs.get("input")
         return isinstance(x, Tensor) and x.dtype != dtype

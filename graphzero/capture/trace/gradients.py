@@ -45,7 +45,7 @@ class GradientRecorder:
         self._left: dict[str, tuple[Tensor, Tensor, int]] = {}  # as autograd left it, ``wide``, and its version
         self._asked: list[Tensor] = []
         self._asking = False
-        self._cleared: CaptureError | None = None  # zero_grad() behind the last backward()
+        self._cleared: CaptureError | None = None  # zero_grad() after the last backward()
 
     def begin(self, casts: ParameterCasts, scale: Tensor | None) -> None:
         """casts: of the trace.  scale: what a loss is multiplied by before backward; None for nothing."""
@@ -204,7 +204,7 @@ class GradientRecorder:
     # ---- by hand
 
     def _asks(self, grad: Any, params: Mapping[str, nn.Parameter]) -> Callable[..., Any]:
-        """``torch.autograd.grad``, which may be what stands in place of backward()."""
+        """``torch.autograd.grad``, which may be what is in place of backward()."""
         ours = {id(param) for param in params.values()}
 
         @of_masters

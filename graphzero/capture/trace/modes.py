@@ -53,7 +53,7 @@ _GENERATOR_HINT = (
 )
 _COLLECTIVE_HINT = (
     "Leave collectives out: build is written for one device and the whole batch, so sums and means are global as they "
-    "stand, and what moves between ranks is put in by the passes"
+    "are, and what moves between ranks is put in by the passes"
 )
 _MOVE_HINT = "Leave .to(device), .cuda() and device= out: a Graph keeps everything on the devices of its placement"
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ _TENSORS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 _RENORM = "Leave out max_norm; to bound the rows that are used, divide the looked-up vectors by their norm"
-_SPARSE = {aten.embedding.default: 4, aten._embedding_bag.default: 5}  # where the argument stands
+_SPARSE = {aten.embedding.default: 4, aten._embedding_bag.default: 5}  # where the argument is
 _LENGTHS = {
     aten._pack_padded_sequence.default: "a packed sequence",
     aten._ctc_loss.default: "ctc_loss",
@@ -81,7 +81,7 @@ _DENSE = "Leave out sparse=True: ZeRO splits gradients and states, so a dense gr
 
 
 class UserCodeMode(TorchFunctionMode):
-    """Stands between build and torch.
+    """The mode between build and torch.
 
     stand_ins: id of a real parameter or buffer of the Graph -> its fake.  free: what it meets besides these.
     looks: what becomes of values that build looks at.  casts: of parameters, under mixed precision.  device: the

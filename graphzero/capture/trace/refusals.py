@@ -33,7 +33,7 @@ _SCALER = (
 _MASK_HINT = (
     "Call torch.nn.functional.scaled_dot_product_attention with a mask of truth values; of one that follows from the "
     "inputs each rank makes the rows that it reads. For documents in one row it is documents[:, None, :, None] == "
-    "documents[:, None, None, :], and places[:, None] >= places beside that if it is causal. From their lengths as "
+    "documents[:, None, None, :], and places[:, None] >= places in addition if it is causal. From their lengths as "
     "cu_seqlens, documents are torch.bucketize(places, cu_seqlens[1:], right=True)"
 )
 FLEX_ATTENTION = (

@@ -103,7 +103,7 @@ def make_folder(path: Path) -> None:
 
 
 def keep_last(done: Path, count: int) -> None:
-    """Remove all complete checkpoints beside ``done``, which has just been saved, but for the last ``count``."""
+    """Remove all complete checkpoints besides ``done``, which has just been saved, but for the last ``count``."""
     for old in complete_checkpoints(done.parent)[:-count]:
         if old != done and not remove(old, old.parent):  # other jobs that save there may have later ones
             message = f"{old} could not be removed, as keep={count} asks"

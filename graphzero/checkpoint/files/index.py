@@ -1,4 +1,4 @@
-"""The index of a checkpoint: its tensors and where their pieces stand, and all values that are not tensors.
+"""The index of a checkpoint: its tensors and where their pieces are, and all values that are not tensors.
 
 It is one JSON text, with the checksums of the files, by which a reader can tell whether they belong to it.
 """

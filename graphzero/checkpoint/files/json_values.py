@@ -1,7 +1,7 @@
 """Python values as JSON and back, of the same types and bits; nothing that is read runs any code.
 
 Values that JSON lacks are ``{"": kind, ...}``: tuples, dicts with keys that are not strings, numbers that are not
-finite, tensors (by name; their values stand in files of their own).
+finite, tensors (by name; their values are in files of their own).
 """
 
 from __future__ import annotations

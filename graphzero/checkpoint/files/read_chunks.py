@@ -1,6 +1,6 @@
 """Reading the chunks of stored tensors that a rank holds, straight to where they belong.
 
-Bytes that stand in a file as they are wanted are read to their place.  Others go through a buffer: so many rows as fit,
+Bytes that are in a file as they are wanted are read to their place.  Others go through a buffer: so many rows as fit,
 and of a row that is too large only the wanted part.
 """
 
@@ -28,7 +28,7 @@ from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.sbp.placement import Placement
 
 BUFFER_BYTES = 1 << 20
-WINDOW = 4 * max(BUFFER_BYTES, RUN)  # bytes that are held beside the tensors, as long as few chunks share their rows
+WINDOW = 4 * max(BUFFER_BYTES, RUN)  # bytes that are held besides the tensors, as long as few chunks share their rows
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import B
 
-_WORD = 8  # bytes that are summed at once: items of other sizes stand last, so that all others begin at a word
+_WORD = 8  # bytes that are summed at once: items of other sizes are last, so that all others begin at a word
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class WriteItem:
 
     @property
     def entry(self) -> tuple[str, torch.dtype, tuple[int, ...]]:
-        """Name, dtype and shape in a safetensors file; a dtype that the format lacks stands there as bytes."""
+        """Name, dtype and shape in a safetensors file; a dtype that the format lacks is there as bytes."""
         chunk, name = self.part.chunk, self.tensor
         if chunk.sizes != self.shape:
             ranges = (f"{a}:{a + n}" for a, n in zip(chunk.offsets, chunk.sizes, strict=True))

@@ -6,7 +6,7 @@ One outline for all::
      "optimizers": [{"state": {"attribute.fqn": {...}}, "param_groups": [{..., "params": ["attribute.fqn", ...]}]}],
      "schedulers": [scheduler.state_dict() or None, ...], "random": {"seed": ..., "step": ...}}
 
-torch's own ``load_state_dict`` of modules and optimizers takes these entries: an optimizer maps whatever stands in
+torch's own ``load_state_dict`` of modules and optimizers takes these entries: an optimizer maps whatever is in
 "params" to its parameters in order.  ``validate`` checks whether one fits, ``loading`` writes it.
 """
 
@@ -180,7 +180,7 @@ def _map_tensors(x: Any, fn: Callable[[Tensor], Any], other: Callable[[Any], Any
 
 
 def move_out_of_modules(outline: dict[str, Any]) -> dict[str, Any]:
-    """``outline`` with the loss scale beside the modules: {"scale", "growth_tracker", "hysteresis"}."""
+    """``outline`` with the loss scale besides the modules: {"scale", "growth_tracker", "hysteresis"}."""
     scale = outline["modules"].pop(LOSS_SCALE, None)
     return outline if scale is None else {**outline, LOSS_SCALE: dict(scale)}
 

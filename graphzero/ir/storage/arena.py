@@ -42,7 +42,7 @@ class Arena:
 def arena_of(graph: StepGraph, most: int | None = None) -> Arena | None:
     """The arena of a final program; None where nothing is to be had by one.
 
-    most: bytes that a step may peak at, arena included; beside that, the peak rises by at most a part (``COST``).
+    most: bytes that a step may peak at, arena included; besides that, the peak rises by at most a part (``COST``).
     """
     at = liveness(graph)
     chosen = eligible(at)
@@ -112,7 +112,7 @@ def pack(alive: Sequence[StorageSpan], most: int | None = None) -> Arena:
 
 
 def _best_fit(lows: np.ndarray, highs: np.ndarray, size: int) -> int:
-    """The lowest offset of the smallest gap, between what is taken, that ``size`` fits in; else behind all."""
+    """The lowest offset of the smallest gap, between what is taken, that ``size`` fits in; else after all."""
     order = np.argsort(lows, kind="stable")
     tops = np.concatenate([[0], np.maximum.accumulate(highs[order])])
     gaps = lows[order] - tops[:-1]

@@ -85,7 +85,7 @@ def may_overwrite(
     if target not in ROW_BY_ROW and not kernel_forms.is_pointwise(target):
         return reads == 0
     places = [i for i, arg in enumerate(node.args) if arg is operand]
-    if len(places) < reads or (target in ROW_BY_ROW and len(places) > 1):  # it stands in a list, or has a name
+    if len(places) < reads or (target in ROW_BY_ROW and len(places) > 1):  # it is in a list, or has a name
         return False
     return all(works_over(target, at, device_type) for at in places)
 
@@ -120,5 +120,5 @@ def is_own_piece(moves: Transfer, room: fx.Node) -> bool:
 
 
 def same_form(node: fx.Node, other: fx.Node) -> bool:
-    """Return whether two tensors have one dtype, shape and SBP, so that one may stand in the other's storage."""
+    """Return whether two tensors have one dtype, shape and SBP, so that one may be in the other's storage."""
     return bool(value.type_of(node) == value.type_of(other) and value.sbp_of(node) == value.sbp_of(other))

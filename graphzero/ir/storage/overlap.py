@@ -9,11 +9,11 @@ from torch import Tensor
 
 from graphzero import _compat
 
-Span = tuple[int, int, int]  # where a tensor's first byte lies and its last one ends, behind what tells memories apart
+Span = tuple[int, int, int]  # where a tensor's first byte lies and its last one ends, after what tells memories apart
 
 
 def shares_elements(x: Tensor) -> bool:
-    """Return whether elements of a tensor may stand at one place in memory, as after expand."""
+    """Return whether elements of a tensor may be at one place in memory, as after expand."""
     room = 1  # elements from the first to the last of the dims so far
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
         if stride < room:
@@ -58,7 +58,7 @@ class Regions:
 
     def overlapping(self) -> Iterator[tuple[str, str]]:
         """Pairs that have a byte in common."""
-        reaching: list[tuple[Span, str]] = []  # those that end behind the beginning of the next
+        reaching: list[tuple[Span, str]] = []  # those that end after the beginning of the next
         for here, name in self._spans:
             if reaching:
                 reaching = [(span, other) for span, other in reaching if span[0] == here[0] and span[2] > here[1]]

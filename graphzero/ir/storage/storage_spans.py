@@ -1,4 +1,4 @@
-"""Bytes over time of a program whose ops stood elsewhere, or ran twice: the model that searches over memory count by.
+"""Bytes over time of a program whose ops were elsewhere, or ran twice: the model that searches over memory count by.
 
 ``Liveness`` says what a program holds.  ``StorageSpans`` has the same storages as arrays, and counts them for spans
 other than their own, in a fraction of a millisecond and with no node moved.  It leaves out communication slots and
@@ -45,7 +45,7 @@ class StorageSpans:
     def bytes_over_time(self, begins: Positions, ends: Positions, position: Positions, count: int) -> Bytes:
         """Bytes at each of ``count`` positions, but for ``resident``.
 
-        begins, ends: of each storage.  position: of each node, where it then stands.
+        begins, ends: of each storage.  position: of each node, where it then is.
         """
         total = bytes_held(begins, ends, self.nbytes, count)
         is_free = ends[self.overwritten] == position[self.overwriting]  # nothing reads it after the op

@@ -80,7 +80,7 @@ class StreamEvents:
         begun = [one.node for one in self.instructions.all if one.kind is InstructionKind.BEGIN]
         self.touched = frozenset(region for node in begun for region in self._carried(node))
         self._freed = self._find_freed()
-        self._ended: dict[fx.Node, int] = {}  # transfer -> the event recorded behind it
+        self._ended: dict[fx.Node, int] = {}  # transfer -> the event recorded after it
         self._count = 0
 
     def all(self) -> list[StreamEvent]:

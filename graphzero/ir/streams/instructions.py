@@ -7,9 +7,9 @@
     s = to_device_launch(m)                      BEGIN
     t = to_device_wait(s, m)                     AWAIT
 
-and behind the last reader of a value EMPTY, the place in which it stands.  All but BEGIN is work of the one stream
-that computes.  BEGIN hands a transfer to the stream of its axis, or a copy to that of its direction: it runs behind
-what has been issued so far, and AWAIT lets what is issued later run behind it.  Names of a value, and numbers of
+and after the last reader of a value EMPTY, the place in which it is.  All but BEGIN is work of the one stream
+that computes.  BEGIN hands a transfer to the stream of its axis, or a copy to that of its direction: it runs after
+what has been issued so far, and AWAIT lets what is issued later run after it.  Names of a value, and numbers of
 micro-batches, issue nothing.
 """
 

@@ -22,7 +22,7 @@ PERSISTENT = ("param", "buffer", "state", "constant")
 class Places:
     """of: node -> its place.  results: the places of an op with several results that only getitem reads.
 
-    persistent, inputs: place of each placeholder by name, of those that stay between runs and those given anew.
+    persistent, inputs: place of each placeholder by name, of those that stay between runs and those given again.
     repeated: what runs once a micro-batch but the last.  size: places so far; ``new()`` adds one.
     """
 
@@ -96,15 +96,15 @@ class Places:
         emptied: dict[fx.Node, list[int]] = {}
         for place, node in last.items():
             if place not in needed_later and not (node in self.results and place == self.of[node]):
-                emptied.setdefault(self._behind(node, place), []).append(place)
+                emptied.setdefault(self._after(node, place), []).append(place)
         return emptied
 
     def is_repeated(self, place: int) -> bool:
-        """Return whether a place is filled by each micro-batch anew."""
+        """Return whether a place is filled by each micro-batch again."""
         return place in self._own
 
-    def _behind(self, node: fx.Node, place: int) -> fx.Node:
-        """Behind which node a place is emptied whose last reader is ``node``: what is repeated reads it once more."""
+    def _after(self, node: fx.Node, place: int) -> fx.Node:
+        """After which node a place is emptied whose last reader is ``node``: what is repeated reads it once more."""
         again = value.repeats_of(node) and not self.is_repeated(place)
         return self.repeated[-1] if again else node
 

@@ -1,6 +1,6 @@
-"""Races: two accesses to one memory, one of them a write, that no stream runs one behind the other.
+"""Races: two accesses to one memory, one of them a write, that no stream runs one after the other.
 
-Each stream counts what it has been given.  What a stream knows of the others is one number for each: it runs behind
+Each stream counts what it has been given.  What a stream knows of the others is one number for each: it runs after
 what these have been given up to there (vector clocks; Mattern, 1988).
 """
 
@@ -57,7 +57,7 @@ def find_race(events: Iterable[StreamEvent]) -> StreamRace | None:
 def _conflicting(
     kernel: StreamKernel, written: dict[Region, _Access], read: dict[Region, dict[str, _Access]]
 ) -> Iterator[tuple[Region, _Access]]:
-    """The accesses before that a kernel must run behind."""
+    """The accesses before that a kernel must run after."""
     for region in kernel.reads | kernel.writes:
         if region in written:
             yield region, written[region]

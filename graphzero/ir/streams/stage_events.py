@@ -7,8 +7,8 @@ the host of one member of ``pp``.
     CALL                      a kernel of the stream that computes, with all that its part reads and writes of others
 
 A part waits for its own transfers (``check_streams``), so a call is one kernel here.  Several values may lie in one
-memory: what a part hands over in what it was given.  Behind the last launch that holds a memory it is given back.  What
-all members are given at the end of a step is begun behind all of this.
+memory: what a part hands over in what it was given.  After the last launch that holds a memory it is given back.  What
+all members are given at the end of a step is begun after all of this.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StageEvents:
         self.pipeline, self.member, self.launches = pipeline, member, launches
         self._copied = sends_of_copies(pipeline, member)
         self._regions: dict[Slot, Region | None] = {}  # None: in memory that outlives the step
-        self._begun: dict[StageLaunch, tuple[int, frozenset[Region]]] = {}  # the event behind it, and its memory
+        self._begun: dict[StageLaunch, tuple[int, frozenset[Region]]] = {}  # the event after it, and its memory
 
     def all(self) -> list[StreamEvent]:
         """Every event, what is given back among them."""
@@ -80,7 +80,7 @@ class StageEvents:
         }
         for region, i in last.items():
             if region not in returned | unawaited:
-                does = f"what is given its memory behind {self._name(self.launches[i])}"
+                does = f"what is given its memory after {self._name(self.launches[i])}"
                 issued[i].append(self._kernel(self.launches[i], does, (), [region]))
         end = self._kernel(self.launches[-1], "the end of the step", (), last)
         return [*(event for events in issued for event in events), end]

@@ -75,7 +75,7 @@ class LineReader:
     # ---- characters
 
     def take(self, mark: str) -> bool:
-        """Go past ``mark``, if it stands here, and the spaces around it."""
+        """Go past ``mark``, if it is here, and the spaces around it."""
         self._skip()
         if not self.text.startswith(mark, self.at):
             return False
@@ -111,7 +111,7 @@ class LineReader:
     # ---- words
 
     def word(self) -> str:
-        """A name, or nothing if none stands here."""
+        """A name, or nothing if none is here."""
         self._skip()
         return self._match(_WORD)
 
@@ -126,7 +126,7 @@ class LineReader:
         return self._match(_KEYWORD).rstrip("= \t")
 
     def string(self) -> str | None:
-        """A text in quotes, as Python writes it; None if none stands here."""
+        """A text in quotes, as Python writes it; None if none is here."""
         self._skip()
         token = self._match(_STRING)
         if not token:
@@ -139,7 +139,7 @@ class LineReader:
         return text
 
     def path(self) -> str | None:
-        """Read one word of a role: a path as it stands, or anything in quotes."""
+        """Read one word of a role: a path as it is, or anything in quotes."""
         quoted = self.string()
         return quoted if quoted is not None else self.dotted() or None
 
@@ -160,7 +160,7 @@ class LineReader:
     # ---- arguments
 
     def items(self, close: str, depth: int = 0) -> list[Any]:
-        """Values up to the bracket ``close``, behind the one that opened."""
+        """Values up to the bracket ``close``, after the one that opened."""
         values: list[Any] = []
         while not self.take(close):
             values.append(self.value(depth))
@@ -178,7 +178,7 @@ class LineReader:
         return result
 
     def unreadable(self) -> Exception:
-        """The error where no argument, or more than one, stands between two commas."""
+        """The error where no argument, or more than one, is between two commas."""
         if self.next() in ("", ":"):
             return self.fail(f"{self.text[: self.at].strip()!r:.200} is not a call: a bracket is not closed")
         begin = max(self.text.rfind(mark, 0, self.at) for mark in ",([=") + 1

@@ -147,7 +147,7 @@ def role_text(role: Role, name: str = "") -> str:
 
 
 def word(text: str) -> str:
-    """A path as it stands, anything else in quotes."""
+    """A path as it is, anything else in quotes."""
     return text if re.fullmatch(r"[\w.]+", text) else repr(text)
 
 

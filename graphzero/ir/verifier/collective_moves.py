@@ -21,7 +21,7 @@ from graphzero.sbp.shards import alike, sections_at
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Nd, P, S, Sbp, partial, replace_at
 
-# Of what a move makes on its axis: the arguments behind the value, and the kinds of SBP between which it goes.
+# Of what a move makes on its axis: the arguments after the value, and the kinds of SBP between which it goes.
 _LOCAL: dict[Any, tuple[tuple[str, ...], str, str]] = {
     ops.slice_shard: (("dim", "axis"), "B", "S"),
     ops.place_shard: (("dim", "axis"), "S", "P"),
@@ -95,7 +95,7 @@ def _check_move(
 ) -> None:
     """A lowered box makes on its axis what its name says, where axes inside allow it, and changes no other axis.
 
-    What other axes cut may go by another name behind it: ``(S(0), S(0))`` is gathered to ``(B, S(0, 2))`` on 2 x 2.
+    What other axes cut may go by another name after it: ``(S(0), S(0))`` is gathered to ``(B, S(0, 2))`` on 2 x 2.
     """
     if move is not ops.relabel:
         have, result = _by_one_name(have, result, graph.placement.axis(_axis(move, args)), graph.placement.hierarchy)
@@ -134,7 +134,7 @@ def _axis(move: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _moves(move: Any, args: tuple[Any, ...], src: Sbp, dst: Sbp) -> bool:
-    """Return whether a move with these arguments (behind the value) takes ``src`` to ``dst``."""
+    """Return whether a move with these arguments (after the value) takes ``src`` to ``dst``."""
     names, (source, target) = _ARGUMENTS[move], _ENDS[move]
     given = list(zip(names, args, strict=False))
     dims = iter([arg for name, arg in given if name == "dim"])

@@ -1,7 +1,7 @@
 """Types that a text states for each value, computed again: nothing in a graph that was read is trusted.
 
 ``check_stated`` looks at every node of a graph that ``parse`` has made, before any law or pass does: that its op is one
-that a program may hold, that its arguments have the form that the op takes, and that the type behind it is the one
+that a program may hold, that its arguments have the form that the op takes, and that the type after it is the one
 that the op makes.  What passes' ops take is in ``pass_op_types``; other ops are asked themselves, see
 ``infer_types``, once per process for operands of the same types.
 """

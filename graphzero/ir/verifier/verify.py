@@ -1,6 +1,6 @@
 """The laws of a StepGraph, checked after every pass.
 
-At every level: operands stand before their readers, every value has a type, an update has the type of what it
+At every level: operands are before their readers, every value has a type, an update has the type of what it
 replaces.  From "propagated" on: every tensor has an SBP that its op can make.  From "boxed" on: every op reads
 what it allows, and a state leaves the step with the SBP it entered with.  From "lowered" on: what moves values is in
 ``collective_moves``, what may be written over in ``storage``, what transfers under way may touch in ``stream_order``.
@@ -197,7 +197,7 @@ def _check_one(graph: StepGraph, node: fx.Node, where: str, boxed: bool) -> None
 
 
 def _check_op(graph: StepGraph, node: fx.Node, axis: int, where: str, boxed: bool, part: int | None) -> Signature:
-    """The signature in which the op at ``node`` stands on ``axis``; before boxes, one that makes its results."""
+    """The signature in which the op at ``node`` is on ``axis``; before boxes, one that makes its results."""
     inputs, outputs = calls.input_sbps(node, axis, part), calls.output_sbps(node, axis, part)
     allowed = calls.signatures_of(graph, node, axis, (*inputs, *outputs), part=part)
     for signature in allowed:

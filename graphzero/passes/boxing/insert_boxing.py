@@ -2,7 +2,7 @@
 
 The only pass that moves data between ranks decides nothing here: SBPs say what each op makes, rules say what it
 must read for that.  A value is boxed to one SBP once.  A reduction comes right after what it reduces, a gather
-or a cut right before its first reader, and a box in front of a ``use`` or a ``pin`` at that node's place.
+or a cut right before its first reader, and a box before a ``use`` or a ``pin`` at that node's place.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class _Boxes:
         if reuse and _shows_another(node, want):
             return self._shown(node, want, reader)
         reduces = any(h.is_partial and h is not w for h, w in zip(have, want, strict=True))
-        behind = reuse and reduces and node.op != "placeholder"
-        place = self.graph.graph.inserting_after(node) if behind else self.graph.graph.inserting_before(reader)
+        after = reuse and reduces and node.op != "placeholder"
+        place = self.graph.graph.inserting_after(node) if after else self.graph.graph.inserting_before(reader)
         with place:
-            like = node if behind or node.op != "placeholder" else reader
+            like = node if after or node.op != "placeholder" else reader
             name = f"{node.name.removesuffix('_pin')}_{''.join(sbp.kind.lower() for sbp in want)}"
             box = self.graph.call(ops.box, (node,), value.tensor_type(node), sbp=want, like=like, name=name)
-        at_end = reader.op == "output" and not behind
-        box.meta["phase"] = "update" if at_end else value.phase_of(like if behind else reader)
+        at_end = reader.op == "output" and not after
+        box.meta["phase"] = "update" if at_end else value.phase_of(like if after else reader)
         role = _moved_role(node, reader)
         if role is not None:
             box.meta["role"] = role
@@ -193,7 +193,7 @@ def _box_ends(graph: StepGraph, boxes: _Boxes) -> None:
         box = boxes.box_value(new, value.nd_of(old), output)
         if box is not new:
             box.meta["role"] = role if role is not None and role.kind == "param" else None
-            _move_behind(new, box)
+            _move_after(new, box)
         updates[name] = box
 
     def leave(node: fx.Node, whole: bool) -> fx.Node:
@@ -208,11 +208,11 @@ def _box_ends(graph: StepGraph, boxes: _Boxes) -> None:
     graph.set_output(outputs, aux, updates)
 
 
-def _move_behind(node: fx.Node, box: fx.Node) -> None:
-    """``box`` of ``node`` as early as it can stand: behind ``node``, and behind the gather that it may be a view of."""
+def _move_after(node: fx.Node, box: fx.Node) -> None:
+    """``box`` of ``node`` as early as it can stand: after ``node``, and after the gather that it may be a view of."""
     if node.op == "placeholder":
         return
     gathered = value.operand(box)
     if gathered is not node and len(gathered.users) == 1:  # made for this
-        _move_behind(gathered.all_input_nodes[0], gathered)
+        _move_after(gathered.all_input_nodes[0], gathered)
     max(node, gathered).append(box)

@@ -37,7 +37,7 @@ def _arguments(kind: str, src: Sbp, dst: Sbp, axis: str) -> tuple[Any, ...]:
     return tuple(next(dims) if name == "dim" else values[name] for name in COLLECTIVES[kind].arguments)
 
 
-# Kind of move -> op and its arguments behind the value: (from, to, axis name).
+# Kind of move -> op and its arguments after the value: (from, to, axis name).
 LOWERINGS: dict[str, tuple[Any, Callable[[Sbp, Sbp, str], tuple[Any, ...]]]] = {
     "same": (ops.relabel, lambda src, dst, axis: ()),
     "slice": (ops.slice_shard, lambda src, dst, axis: (dst.dim, axis)),
@@ -95,7 +95,7 @@ def _lower(graph: StepGraph, box: fx.Node, links: Links) -> None:
     is_small = role is None and type_.nbytes < SMALL
     nd, hierarchy = value.nd_of(source), graph.placement.hierarchy
     steps = route(nd, value.nd_of(box), hierarchy, type_.shape, is_small=is_small, links=links, nbytes=type_.nbytes)
-    moves: list[tuple[Any, tuple[Any, ...], TensorType, Nd]] = []  # op, its arguments behind the value, its result
+    moves: list[tuple[Any, tuple[Any, ...], TensorType, Nd]] = []  # op, its arguments after the value, its result
     for at, (axis, step) in enumerate(steps):
         after = replace_at(nd, axis, step.dst)
         if not _is_said_beside(steps, at) or not alike(nd, after, hierarchy):

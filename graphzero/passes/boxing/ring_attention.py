@@ -276,8 +276,8 @@ def _gathered(operand: fx.Node) -> Travelling | None:
 
 def _split_operand(graph: StepGraph, axis: int, keys: Travelling) -> Sbp | None:
     """The SBP on the axis of what ``views`` make of a piece; None where they make none."""
-    before, behind = value.nd_of(value.operand(keys.collective)), value.nd_of(keys.collective)
-    if any(i != axis and a is not b for i, (a, b) in enumerate(zip(before, behind, strict=True))):
+    before, after = value.nd_of(value.operand(keys.collective)), value.nd_of(keys.collective)
+    if any(i != axis and a is not b for i, (a, b) in enumerate(zip(before, after, strict=True))):
         return None
     return _seen_through(graph, axis, keys.views, before[axis])
 

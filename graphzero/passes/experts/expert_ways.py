@@ -37,7 +37,7 @@ CAPACITY = 1.25  # of an exchange to begin with, over an even share
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """The way that one mixture takes on one axis, beside what each way sends.
+    """The way that one mixture takes on one axis, next to what each way sends.
 
     axis: its name, with so many ranks.  way: that is taken.  capacity: of an exchange, over an even share.
     transfers: of each way the larger collectives, each with the bytes that a rank sends; in_micro_batches: of one.

@@ -22,11 +22,11 @@ def check_room(graph: StepGraph, excesses: Sequence[fx.Node]) -> None:
     Without room results have no meaning, so what build checks of them counts as met: then all ranks, also those of
     other stages, stop for the same reason, and the step is made again.
     """
-    behind = excesses[-1].next
-    lacks = _lacks_room(graph, excesses, DefinitionWriter(graph, behind))
+    after = excesses[-1].next
+    lacks = _lacks_room(graph, excesses, DefinitionWriter(graph, after))
     if len(lacks) > 1 or None not in lacks:
-        lacks, behind = _on_all_stages(graph, lacks)
-    w, stages, aux = DefinitionWriter(graph, behind), stages_of(graph.nodes), dict(graph.aux)
+        lacks, after = _on_all_stages(graph, lacks)
+    w, stages, aux = DefinitionWriter(graph, after), stages_of(graph.nodes), dict(graph.aux)
     for stage, lack in lacks.items():
         name = "check.room_for_rows" if stage is None else f"check.room_for_rows.{stage}"
         aux[name] = last = w(CHECK, w(aten.logical_not.default, lack), ROOM_FOR_ROWS)

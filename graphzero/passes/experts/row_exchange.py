@@ -3,7 +3,7 @@
 Rows that a rank has sorted by expert are sorted by the rank that has the expert, too.  So what goes to one rank are
 rows that follow one another, and between any two ranks there is room for the same number of them, which shapes need to
 know.  What is sent is whole rows; how many of the room are filled the ranks say each other by a count for each expert.
-The rank of the experts puts what it gets in the order of its experts, and what is in empty room behind all groups,
+The rank of the experts puts what it gets in the order of its experts, and what is in empty room after all groups,
 where products of groups read nothing.
 
 If more rows go to a rank than there is room, ``excess`` is above 0 and the results have no meaning.  With as much room

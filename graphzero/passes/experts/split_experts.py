@@ -101,7 +101,7 @@ def may_be_used_in_place(graph: StepGraph, use: fx.Node, axis: int) -> bool:
 
 
 def _readers(x: fx.Node, axis: int) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(reader, what it reads) of a stack of matrices, looked up behind casts and turns of the matrices, and ends of
+    """(reader, what it reads) of a stack of matrices, looked up after casts and turns of the matrices, and ends of
     per-rank code on other axes."""
     for user in x.users:
         turns = user.target is aten.transpose.int and {d % 3 for d in user.args[1:]} == {1, 2}  # type: ignore[operator]

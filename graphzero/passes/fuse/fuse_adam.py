@@ -145,9 +145,9 @@ class FuseAdam(BuiltinPass):
 
 
 def _pick_at_once(graph: StepGraph) -> None:
-    """Put an update's results right behind it, those of an update that was captured as one op too.
+    """Put an update's results right after it, those of an update that was captured as one op too.
 
-    A gather that stood between them could not arrive where the parameter was: the update's storage would still be read.
+    A gather that was between them could not arrive where the parameter was: the update's storage would still be read.
     """
     for target in (ADAM, ADAM_ROUNDED):
         for node in graph.graph.find_nodes(op="call_function", target=target):

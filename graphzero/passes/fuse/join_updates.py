@@ -2,7 +2,7 @@
 
 An update is joined with others between two transfers, so one call steps what a bucket of gradients has brought, or what
 a bucket of new parameters takes away: those that wait for later gradients don't hold it up, and it doesn't hold up what
-is to be sent.  It stands where the first of them stood, or where all that they need is there.
+is to be sent.  It is where the first of them was, or where all that they need is there.
 
 Only updates in place are joined: no memory is taken.  An update that is made later holds its gradient longer; where
 the program would then need more memory at its worst moment than before, it stays where it is.
@@ -110,7 +110,7 @@ class _Load:
 
 @dataclass(frozen=True)
 class _JoinedUpdates:
-    """Updates to be joined, by their positions in a stretch.  after, before: between which the call may stand."""
+    """Updates to be joined, by their positions in a stretch.  after, before: between which the call may be."""
 
     members: tuple[int, ...]
     after: int
@@ -118,7 +118,7 @@ class _JoinedUpdates:
 
     @property
     def place(self) -> int:
-        """The call stands behind what is there."""
+        """The call is after what is there."""
         return max(self.after, self.members[0])
 
     def joined(self, other: _JoinedUpdates) -> _JoinedUpdates:

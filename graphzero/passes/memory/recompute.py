@@ -144,7 +144,7 @@ def merge_gathers(graph: StepGraph) -> None:
 
 
 def _read_again(graph: StepGraph, forward: ForwardOps, dropped: set[fx.Node]) -> None:
-    """Put copies of what follows from ``dropped`` in front of their first readers in backward."""
+    """Put copies of what follows from ``dropped`` before their first readers in backward."""
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or value.phase_of(node) != "backward":
@@ -168,7 +168,7 @@ def _missing(
             seen.add(one)
             yield one
             unvisited += one.all_input_nodes
-            if value.is_multi(one):  # all its results stand right behind it
+            if value.is_multi(one):  # all its results are right after it
                 unvisited += one.users
 
 

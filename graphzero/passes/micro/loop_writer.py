@@ -170,7 +170,7 @@ class LoopWriter:
     def _carried_value(self, node: fx.Node) -> fx.Node | None:
         """The buffer that the last micro-batch has left, if ``node`` is its new value; None if it depends on none.
 
-        Raises ConfigError for what else is computed of such a buffer: behind the loop that would be of the next one.
+        Raises ConfigError for what else is computed of such a buffer: after the loop that would be of the next one.
         """
         for buffer, carried in self.carried_buffers.items():
             if self.loop_carried.updates[buffer.name] is node:
@@ -180,7 +180,7 @@ class LoopWriter:
         return None
 
     def _write_epilogue(self) -> None:
-        """Write what comes behind all micro-batches."""
+        """Write what comes after all micro-batches."""
         self.writer.written[LAST].update(self.carried_buffers)
         for result, accumulator in self.accumulators.items():
             self._complete_result(result, accumulator)
@@ -269,7 +269,7 @@ class LoopWriter:
             self._complete_result(result, total)
 
     def _complete_result(self, result: LoopResult, total: fx.Node) -> None:
-        """Note the value of a result behind the last micro-batch, in the dtype of what was added up."""
+        """Note the value of a result after the last micro-batch, in the dtype of what was added up."""
         dtype = value.tensor_type(result.source).dtype
         if value.tensor_type(total).dtype is not dtype:
             wide, type_ = total, TensorType(dtype, value.tensor_type(total).shape)

@@ -164,16 +164,16 @@ class _Growing:
 
     def _wanted(self) -> fx.Node | None:
         """The first op that has to be inside too: that reads a large value, or lies on a way from inside to inside."""
-        behind, before = set[fx.Node](), set[fx.Node]()
+        after, before = set[fx.Node](), set[fx.Node]()
         for node in self.nodes:
-            if node.target not in SHAPED and any(x in self.inside or x in behind for x in node.all_input_nodes):
-                behind.add(node)
+            if node.target not in SHAPED and any(x in self.inside or x in after for x in node.all_input_nodes):
+                after.add(node)
         for node in reversed(self.nodes):
             if any(x in self.inside or (x in before and x.target not in SHAPED) for x in node.users):
                 before.add(node)
         for node in self.nodes:
             reads_large = any(x in self.inside and self._is_large(x) for x in node.all_input_nodes)
-            if node not in self.inside and (reads_large or (node in behind and node in before)):
+            if node not in self.inside and (reads_large or (node in after and node in before)):
                 return node
         return None
 

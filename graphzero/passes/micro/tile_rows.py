@@ -118,7 +118,7 @@ class _TileWriter:
             self.graph.graph.erase_node(node)
         self._drop_unread(inputs)
 
-    # ---- what stands around the tiles
+    # ---- what is around the tiles
 
     def _again(self, node: fx.Node) -> fx.Node:
         """The value that backward makes of a parameter as forward does, so that only one is held."""
@@ -148,14 +148,14 @@ class _TileWriter:
 
     def _fill_shaped(self) -> None:
         """Write ops that read only the shape of a tile's value as ``full``."""
-        behind = self._behind(through_shapes=True)
-        for node in behind:
+        after = self._after(through_shapes=True)
+        for node in after:
             if node.target in SHAPED:
                 type_ = value.tensor_type(node)
                 node.args, node.kwargs = (list(type_.shape), SHAPED[node.target]), {"dtype": type_.dtype}
                 node.target = aten.full.default
 
-    def _behind(self, through_shapes: bool = False) -> list[fx.Node]:
+    def _after(self, through_shapes: bool = False) -> list[fx.Node]:
         """Ops outside that depend on values of tiles, in order."""
         dependent: dict[fx.Node, None] = {}
         for node in self.graph.nodes:
@@ -168,7 +168,7 @@ class _TileWriter:
     def _late(self) -> list[fx.Node]:
         """Ops above the place of the tiles that depend on their results."""
         at = {node: i for i, node in enumerate(self.graph.nodes)}
-        return [node for node in self._behind() if at[node] < at[self.place]]
+        return [node for node in self._after() if at[node] < at[self.place]]
 
     def _early(self) -> list[fx.Node]:
         """Ops below the place of the tiles on which they depend."""

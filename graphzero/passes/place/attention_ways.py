@@ -1,12 +1,12 @@
 """The ways of attention over a split sequence, as pins.
 
-``exchange``: no head reads another, so ranks exchange pieces of the sequence for heads in front of attention, and back
-behind it (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509).  ``gather``: queries stay split, and each rank gathers
+``exchange``: no head reads another, so ranks exchange pieces of the sequence for heads before attention, and back
+after it (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509).  ``gather``: queries stay split, and each rank gathers
 keys and values; what its queries add to their gradients is reduced to the pieces.
 
 ``ring``: the same pins as of a gather; ``RingAttention`` then lets keys and values go round in blocks.
 
-Where heads are repeated for groups of queries, keys and values travel before that, and their gradients behind the sum
+Where heads are repeated for groups of queries, keys and values travel before that, and their gradients after the sum
 over each group, so that each head travels once.
 """
 
@@ -146,7 +146,7 @@ class SplitSequence:
         return AttentionWay(name, pins, sent, price, sum(operand_bytes) + result, mask)
 
     def _price(self, name: str, box: Box, costs: Costs) -> float:
-        """The price of a box; in a ring, of the steps that stand in its place."""
+        """The price of a box; in a ring, of the steps that are in its place."""
         nbytes, ranks, axis = self.axis.bytes_in_line(box.node), self.axis.ranks, self.axis.axis
         if name == RING and box.have.is_partial:
             dtype = value.tensor_type(box.node).dtype
@@ -241,7 +241,7 @@ class SplitSequence:
         return backward_ops(self.node)
 
     def _can_split(self, sbp: Sbp) -> bool:
-        """Return whether forward and backward can run with queries split so, beside what they do on other axes."""
+        """Return whether forward and backward can run with queries split so, besides what they do on other axes."""
         if not sbp.is_split:
             return False
         signatures = [(op, _signature(self.axis, op, sbp)) for op in (self.node, *self._backward)]
@@ -270,7 +270,7 @@ def _signature(axis: AxisPropagation, op: fx.Node, sbp: Sbp) -> Signature | None
     return next((s for s in _signatures(axis, op, sbp) if s.outputs[0] is sbp), None)
 
 
-# ---- where a value travels, before heads are repeated or behind the sum over them
+# ---- where a value travels, before heads are repeated or after the sum over them
 
 
 def _before_repeat(axis: AxisPropagation, keys: fx.Node, sbp: Sbp) -> Box:
@@ -310,6 +310,6 @@ def _signatures(axis: AxisPropagation, node: fx.Node, sbp: Sbp) -> tuple[Signatu
 
 
 def _nests(axis: AxisPropagation, node: fx.Node, sbp: Sbp) -> bool:
-    """Return whether ranks can hold a value so, beside how the other axes split it."""
+    """Return whether ranks can hold a value so, besides how the other axes split it."""
     nd = tuple(sbp if other is axis else other.sbp(node) for other in axis.axes)
     return nests(value.tensor_type(node).shape, nd, axis.graph.placement.hierarchy)

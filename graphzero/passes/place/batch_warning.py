@@ -33,7 +33,7 @@ def warn_of_gathered_batch(state: AxisPropagation) -> None:
 
 
 def _gather_before(state: AxisPropagation, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The op nearest before ``node`` that gathers an operand, and that operand; only whole values are looked behind."""
+    """The op nearest before ``node`` that gathers an operand, and that operand; only whole values are looked after."""
     seen, queue = {node}, deque([node])
     while queue:
         at = queue.popleft()

@@ -37,7 +37,7 @@ SbpsOfNodes = Mapping[fx.Node, tuple[Sbp | None, ...]]
 
 
 class DefinitionWriter:
-    """Writes ops in front of ``node``, which they are to replace; ``w(op, ...)`` adds one and gives its value."""
+    """Writes ops before ``node``, which they are to replace; ``w(op, ...)`` adds one and gives its value."""
 
     def __init__(self, graph: StepGraph, node: fx.Node):
         self.graph, self.node = graph, node

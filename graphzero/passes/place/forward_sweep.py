@@ -267,7 +267,7 @@ def _split(have: Sequence[Sbp]) -> frozenset[tuple[int, int]]:
 
 
 def _barred(node: fx.Node, signature: Signature, split: Set[tuple[int, int]]) -> str:
-    """Say why a signature is not allowed; "" if it is.  split: as ``signature.splits``, of how the operands stand."""
+    """Say why a signature is not allowed; "" if it is.  split: as ``signature.splits``, of how the operands are."""
     if signature.splits and split.isdisjoint(signature.splits):
         return "would split where no operand is split so yet"
     if any(signature.inputs[k].is_partial for k, _ in split):

@@ -1,6 +1,6 @@
 """Finds the ops between a slice of rows and a loss over classes that may compute all rows instead.
 
-Rows stand in a dim of each value: S(dim, sections) says so as a split of them would.  What an op's rule allows for rows
+Rows are in a dim of each value: S(dim, sections) says so as a split of them would.  What an op's rule allows for rows
 that are split says what it does with each row by itself, so it tells which ops may compute further rows.
 """
 

@@ -102,7 +102,7 @@ class SplitAttention(BuiltinPass):
         return choices
 
     def _sequences(self, graph: StepGraph, done: Collection[tuple[int, fx.Node]]) -> list[SplitSequence]:
-        """All attention over a split sequence on the last axis on which there is any beside those in ``done``."""
+        """All attention over a split sequence on the last axis on which there is any besides those in ``done``."""
         nodes = [node for node in graph.nodes if node.target is ATTENTION]
         for axis in reversed(swept(graph, self.links) if nodes else ()):
             new = [node for node in nodes if (axis.axis, node) not in done]
@@ -112,7 +112,7 @@ class SplitAttention(BuiltinPass):
 
 
 def _put(graph: StepGraph, axis: int, planned: PlannedPin, places: Mapping[fx.Node, int], own: set[fx.Node]) -> None:
-    """Add a pin behind its value; of a placeholder, in front of the first reader.
+    """Add a pin after its value; of a placeholder, before the first reader.
 
     own: pins of this pass.  One of another axis that is there already gets it too: then the value is moved once, along
     both axes, in the order in which least is sent.

@@ -1,8 +1,8 @@
 """Bucket: few large collectives instead of many small ones.
 
 Two collectives may join if they are of one kind, axis, dtype and phase, and if either both only read placeholders (a
-gather of parameters; the bucket stands at its first member) or no result of the earlier is read before the later
-starts (reductions of gradients, gathers of updated parameters; the bucket stands at its last member).
+gather of parameters; the bucket is at its first member) or no result of the earlier is read before the later
+starts (reductions of gradients, gathers of updated parameters; the bucket is at its last member).
 
 A large value on a CPU travels by itself: out of its own storage into that of its result, where it lies in one piece, or
 in few long ones, as when it is cut in sections (``Slots``).  Copying it into a bucket and out of one would cost more
@@ -80,7 +80,7 @@ class Bucket(BuiltinPass):
 def _levels(graph: StepGraph) -> list[list[fx.Node]]:
     """The collectives that read no other collective's result, those that read one of these, and so on.
 
-    What goes round from rank to rank is one level: it joins only what stands beside it.
+    What goes round from rank to rank is one level: it joins only what is beside it.
     """
     depth: dict[fx.Node, int] = {}
     for node in graph.nodes:

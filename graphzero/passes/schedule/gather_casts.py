@@ -1,6 +1,6 @@
-"""GatherCasts: a cast that stands in front of a gather is done where the gather lays a rank's piece down.
+"""GatherCasts: a cast that is before a gather is done where the gather lays a rank's piece down.
 
-That copy is made anyway, so the cast costs nothing beside it, and there is no second piece.  What is gathered is then
+That copy is made anyway, so the cast costs nothing besides it, and there is no second piece.  What is gathered is then
 there when the step begins, so gathers of small parameters may join (``Bucket``), as those of parameters that are not
 cast do.
 """

@@ -1,6 +1,6 @@
 """Launch: a bucketed transfer is begun at one line and awaited at another.
 
-The two stand side by side: which other ops come to stand between them is ``overlap``'s to say, and in which
+The two are side by side: which other ops are placed between them is ``overlap``'s to say, and in which
 communication slot the transfer works ``slots``'.
 """
 

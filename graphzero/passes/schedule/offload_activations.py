@@ -3,8 +3,8 @@
 The copy of a value begins after its last read in forward, and its memory is free when the copy is complete; the copy
 back begins some time before its first read in backward.  ``plan`` chooses the values.
 
-When the copies stand does not depend on which other values go: all that could go form a line, in the order in which
-forward is done with them, and a value is awaited when so many bytes behind it in that line are done with too; in the
+When the copies are does not depend on which other values go: all that could go form a line, in the order in which
+forward is done with them, and a value is awaited when so many bytes after it in that line are done with too; in the
 order in which backward reads them it comes back so many bytes ahead.  So each value frees the same memory whatever
 else goes, and none ever costs any.
 """
@@ -96,7 +96,7 @@ class OffloadActivations(BuiltinPass):
 class _Stay:
     """A value that is on the device between forward and backward.
 
-    x: the value, which fills its storage.  views: of it, that backward needs, each behind what it is a view of.
+    x: the value, which fills its storage.  views: of it, that backward needs, each after what it is a view of.
     late: ops of backward that read it or a view, in order.
     nbytes: on the fullest rank.
     last_early, first_late: positions of its last reader before backward, and of the first one there.
@@ -112,10 +112,10 @@ class _Stay:
 
 @dataclass(frozen=True)
 class RoundTrip(_Stay):
-    """A value of forward that may wait on the host, and where its copies would stand.
+    """A value of forward that may wait on the host, and where its copies would be.
 
-    out_launch, out_wait, back_launch: positions of the ops in front of which the copies begin and the first is awaited,
-        as the second is in front of ``first_late``; between the two in the middle its memory is free.
+    out_launch, out_wait, back_launch: positions of the ops before which the copies begin and the first is awaited,
+        as the second is before ``first_late``; between the two in the middle its memory is free.
     """
 
     out_launch: int
@@ -171,8 +171,8 @@ def _stay_of(at: Liveness, span: StorageSpan, values: Sequence[fx.Node]) -> _Sta
     late = {user for node in (x, *shown) for user in node.users if position[user] >= first_late}
     views = _leading_to(late, shown)
     is_over = all(position[begun_by(at.nodes[i])] >= first_late for i in readers if i >= first_late)
-    is_behind = all(position[user] < first_late for node in before for user in node.users)
-    if not late or not is_over or not is_behind or not all(map(_can_be_made_again, views)):
+    is_after = all(position[user] < first_late for node in before for user in node.users)
+    if not late or not is_over or not is_after or not all(map(_can_be_made_again, views)):
         return None
     last_early = max((i for i in readers if i < first_late), default=position[x])
     in_order = sorted(late, key=position.__getitem__)
@@ -201,7 +201,7 @@ def _can_be_made_again(view: fx.Node) -> bool:
     return is_shown and len(view.all_input_nodes) == 1
 
 
-# ---- where copies stand
+# ---- where copies are
 
 
 def _round_trips(at: Liveness, stays: list[_Stay], window: int) -> Iterator[RoundTrip]:
@@ -209,7 +209,7 @@ def _round_trips(at: Liveness, stays: list[_Stay], window: int) -> Iterator[Roun
     out = _places(stays, lambda stay: stay.last_early, window)
     back = _places(stays, lambda stay: -stay.first_late, window)
     for stay in stays:
-        out_launch, out_wait = _behind(at, stay.last_early), _behind(at, out.get(stay, len(at.nodes)))
+        out_launch, out_wait = _after(at, stay.last_early), _after(at, out.get(stay, len(at.nodes)))
         trip = RoundTrip(**vars(stay), out_launch=out_launch, out_wait=out_wait,
                          back_launch=-back.get(stay, -stay.first_late))  # fmt: skip
         if trip.out_launch < trip.out_wait < trip.back_launch:
@@ -217,7 +217,7 @@ def _round_trips(at: Liveness, stays: list[_Stay], window: int) -> Iterator[Roun
 
 
 def _places(stays: Sequence[_Stay], key: Callable[[_Stay], int], window: int) -> dict[_Stay, int]:
-    """Of a line of values in the order of ``key``: the key with which enough has come behind each."""
+    """Of a line of values in the order of ``key``: the key with which enough has come after each."""
     places, waiting = dict[_Stay, int](), list[tuple[_Stay, int]]()
     for stay in sorted(stays, key=key):
         enough = {one for one, seen in waiting if seen + stay.nbytes >= window and key(one) < key(stay)}
@@ -227,8 +227,8 @@ def _places(stays: Sequence[_Stay], key: Callable[[_Stay], int], window: int) ->
     return places
 
 
-def _behind(at: Liveness, position: int) -> int:
-    """The position of the first op behind one and what only names its results."""
+def _after(at: Liveness, position: int) -> int:
+    """The position of the first op after one and what only names its results."""
     position += 1
     while position < len(at.nodes) and at.nodes[position].target is operator.getitem:
         position += 1
@@ -241,7 +241,7 @@ def _behind(at: Liveness, position: int) -> int:
 def _write_copies(graph: StepGraph, trips: Sequence[RoundTrip]) -> None:
     """Copy values to the host and back, and let backward read what comes.
 
-    Where several stand in one place what begins stands first, so that a link is not idle while another is awaited.
+    Where several are in one place what begins is first, so that a link is not idle while another is awaited.
     """
     nodes = liveness(graph).nodes
     launches = []
@@ -271,7 +271,7 @@ def _write_copies(graph: StepGraph, trips: Sequence[RoundTrip]) -> None:
 
 
 def _write(graph: StepGraph, op: Any, args: tuple[fx.Node, ...], x: fx.Node, stop: fx.Node) -> fx.Node:
-    """An op of the form of ``x`` in front of ``stop``, in its phase; of the update, backward goes on behind it."""
+    """An op of the form of ``x`` before ``stop``, in its phase; of the update, backward goes on after it."""
     phase = "forward" if value.phase_of(stop) == "forward" else "backward"
     with graph.graph.inserting_before(stop):
         return graph.call(op, args, value.type_of(x), sbp=value.sbp_of(x), phase=phase, like=x)

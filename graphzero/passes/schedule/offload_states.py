@@ -70,17 +70,17 @@ class OffloadStates(BuiltinPass):
         if not buckets:
             return graph
         buckets[0].launch(graph, _begin_of_update(graph, buckets[0].first))
-        updates, behind = dict(graph.updates), list[_Bucket]()  # buckets that are on their way back
+        updates, after = dict(graph.updates), list[_Bucket]()  # buckets that are on their way back
         for i, bucket in enumerate(buckets):
-            for back in [one for one in behind if one.end < bucket.begin]:
+            for back in [one for one in after if one.end < bucket.begin]:
                 updates |= back.wait_on_host(graph, bucket.first)
-                behind.remove(back)
+                after.remove(back)
             if i + 1 < len(buckets):
                 buckets[i + 1].launch(graph, bucket.first)
             bucket.wait(graph)
             bucket.put_back(graph)
-            behind.append(bucket)
-        for back in behind:
+            after.append(bucket)
+        for back in after:
             updates |= back.wait_on_host(graph, graph.output)
         graph.set_output(graph.outputs, graph.aux, updates)
         for assign in (assign for bucket in buckets for assign in bucket.assigns.values()):
@@ -118,14 +118,14 @@ class _Bucket:
         )  # fmt: skip
 
     def launch(self, graph: StepGraph, stop: fx.Node) -> None:
-        """Begin to copy the states that are read to the device, in front of ``stop``."""
+        """Begin to copy the states that are read to the device, before ``stop``."""
         with graph.graph.inserting_before(stop):
             for state, reader in self.states.items():
                 if reader is not None:
                     self.launches[state] = _copy(graph, ops.to_device_launch, (state,), like=reader)
 
     def wait(self, graph: StepGraph) -> None:
-        """Wait for the copies in front of the first reader, and let all readers have them."""
+        """Wait for the copies before the first reader, and let all readers have them."""
         for state, launched in self.launches.items():
             with graph.graph.inserting_before(self.first):
                 copy = _copy(graph, ops.to_device_wait, (launched, state), like=launched)
@@ -136,15 +136,15 @@ class _Bucket:
                     user.replace_input_with(state, copy)
 
     def put_back(self, graph: StepGraph) -> None:
-        """Begin to copy new states to the host, behind the last of them."""
-        behind = self.last
+        """Begin to copy new states to the host, after the last of them."""
+        after = self.last
         for state, assign in self.assigns.items():
-            with graph.graph.inserting_after(behind):
-                behind = _copy(graph, ops.to_host_launch, (state, assign.args[1]), like=assign)
-            self.returns[state] = behind
+            with graph.graph.inserting_after(after):
+                after = _copy(graph, ops.to_host_launch, (state, assign.args[1]), like=assign)
+            self.returns[state] = after
 
     def wait_on_host(self, graph: StepGraph, stop: fx.Node) -> dict[str, fx.Node]:
-        """Wait for new states to be on the host, in front of ``stop``; returns them by name."""
+        """Wait for new states to be on the host, before ``stop``; returns them by name."""
         with graph.graph.inserting_before(stop):
             return {
                 state.name: _copy(graph, ops.to_host_wait, (launched, launched.args[1]), like=launched)

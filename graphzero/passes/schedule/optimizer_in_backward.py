@@ -1,8 +1,8 @@
-"""OptimizerInBackward: each op of the update stands where what it needs is there, while backward runs.
+"""OptimizerInBackward: each op of the update is where what it needs is there, while backward runs.
 
 A parameter steps when its gradient is complete and backward has read it for the last time.  Then gradients need not all
 be held until backward ends.  It is the graph that says what may move: an update that needs the norm of all gradients
-stands where the last of them is complete, which is after backward, as it would otherwise.
+is where the last of them is complete, which is after backward, as it would otherwise.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Ready:
         return -1 if operand.op == "placeholder" else max(self.position[one] for one in together)
 
     def _wanted(self, user: fx.Node) -> int:
-        """Behind which position something has to stand that ``user`` reads."""
+        """After which position something has to be that ``user`` reads."""
         return self.of[user] if _is_update(user) else self.above[self.position[user]]
 
 
@@ -125,7 +125,7 @@ def describe_early(graph: StepGraph) -> str:
     """For a final program: the number of parameters that step before backward ends, the number that cannot, and why."""
     at = liveness(graph)
     end = at.phase_end.get("backward", -1)
-    follows = _gradients_behind(graph)
+    follows = _gradients_after(graph)
     params = {node.name for node in graph.placeholders("param")}
     new = [node for name, node in graph.updates.items() if name in params]
     early = sum(at.position[node] < end for node in new)
@@ -137,7 +137,7 @@ def describe_early(graph: StepGraph) -> str:
     return f"{line}; {late} wait until every gradient is there: their step needs those of others too{why}"
 
 
-def _gradients_behind(graph: StepGraph) -> dict[fx.Node, str]:
+def _gradients_after(graph: StepGraph) -> dict[fx.Node, str]:
     """The parameter from whose gradient each value follows, or MANY."""
     parameter: dict[fx.Node, str] = {}
     for node in graph.nodes:
@@ -145,9 +145,9 @@ def _gradients_behind(graph: StepGraph) -> dict[fx.Node, str]:
         if role is not None and role.kind == "gradient":
             parameter[node] = role.of
         elif node.op == "call_function" and node.target not in (ops.launch, ops.wait):
-            behind = {parameter[operand] for operand in _operands(node) if operand in parameter}
-            if behind:
-                parameter[node] = behind.pop() if len(behind) == 1 else MANY
+            owners = {parameter[operand] for operand in _operands(node) if operand in parameter}
+            if owners:
+                parameter[node] = owners.pop() if len(owners) == 1 else MANY
     return parameter
 
 

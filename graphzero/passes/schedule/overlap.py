@@ -140,7 +140,7 @@ def _nbytes(moves: Transfer) -> int:
 def _prefetch(graph: StepGraph, transfers: list[Transfer], limit: int) -> None:
     """Launch each bucket of a phase, with all that it continues, ``limit`` bytes before it is awaited."""
     position = liveness(graph).position
-    tail: dict[fx.Node, fx.Node] = {}  # behind which the next launch goes that is to stand behind a node
+    tail: dict[fx.Node, fx.Node] = {}  # after which the next launch goes that is to be after a node
     moved: set[fx.Node] = set()
     first, under_way = 0, _nbytes(transfers[0])
     for i, moves in enumerate(transfers[1:], 1):
@@ -148,16 +148,16 @@ def _prefetch(graph: StepGraph, transfers: list[Transfer], limit: int) -> None:
         while first < i and under_way > limit:
             under_way -= _nbytes(transfers[first])
             first += 1
-        behind = transfers[first - 1].end if first else transfers[0].node
+        after = transfers[first - 1].end if first else transfers[0].node
         for node in _way_to(moves):
-            if node not in moved and position[node] > position[behind]:
-                tail.get(behind, behind).append(node)
-                tail[behind] = node
+            if node not in moved and position[node] > position[after]:
+                tail.get(after, after).append(node)
+                tail[after] = node
                 moved.add(node)
 
 
 def _way_to(moves: Transfer) -> list[fx.Node]:
-    """A launch, behind the launches and waits of what it continues."""
+    """A launch, after the launches and waits of what it continues."""
     before = _continued(moves)
     return [moves.node] if before is None else [*_way_to(before), before.end, *before.end.users, moves.node]
 
@@ -165,7 +165,7 @@ def _way_to(moves: Transfer) -> list[fx.Node]:
 def _carry_on_late(graph: StepGraph, transfers: list[Transfer]) -> None:
     """Carry results on along a further axis when the next bucket is launched: until then they are on their way."""
     at = liveness(graph)
-    starts: dict[Any, list[fx.Node]] = defaultdict(list)  # of what stands where that begins, in order
+    starts: dict[Any, list[fx.Node]] = defaultdict(list)  # of what is where that begins, in order
     for moves in at.transfers.values():
         if moves.is_launch:
             starts[_kind(moves), at.section[moves.node], _depth(moves)].append(moves.node)
@@ -176,7 +176,7 @@ def _carry_on_late(graph: StepGraph, transfers: list[Transfer]) -> None:
         alike = starts[_kind(before), at.section[before.node], _depth(before)]
         inside = set(way)
         limits = [user for node in way for user in node.users if user not in inside]
-        limits += [_behind_phase(at, moves), *alike[alike.index(before.node) + 1 :][:1]]
+        limits += [_after_phase(at, moves), *alike[alike.index(before.node) + 1 :][:1]]
         stop = min(limits, key=at.position.__getitem__)
         if at.position[stop] > at.position[moves.node]:
             for node in way:
@@ -201,7 +201,7 @@ def _await_late(graph: StepGraph, transfers: list[Transfer], limit: int) -> None
         added = [user for pick in picks for user in pick.users if user.target is ops.accumulate]
         readers = [user for node in (*picks, *added) for user in node.users if user not in added]
         limits = [min(readers, key=position.__getitem__)] if readers else []
-        limits += [_behind_phase(at, moves)]
+        limits += [_after_phase(at, moves)]
         enough = max(i + 2, bisect_right(launched, launched[i] + limit))
         limits += [later.node for later in transfers[enough : enough + 1]]
         stop = min(limits, key=position.__getitem__)
@@ -210,6 +210,6 @@ def _await_late(graph: StepGraph, transfers: list[Transfer], limit: int) -> None
             stop.prepend(node)
 
 
-def _behind_phase(at: Liveness, moves: Transfer) -> fx.Node:
-    """The first node behind the last of a transfer's phase."""
+def _after_phase(at: Liveness, moves: Transfer) -> fx.Node:
+    """The first node after the last of a transfer's phase."""
     return at.nodes[at.section_end[at.section[moves.node]] + 1]

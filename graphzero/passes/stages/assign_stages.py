@@ -145,9 +145,9 @@ class _MoveWriter:
                 aux[name] = check
                 continue
             ok = value.operand(check)
-            behind = ok.next if value.phase_of(ok) == "update" else first
+            after = ok.next if value.phase_of(ok) == "update" else first
             for stage in range(self.count):
-                with graph.graph.inserting_before(behind):
+                with graph.graph.inserting_before(after):
                     there = ok if self.stages[ok] == stage else self._move(ok, stage, "update")
                     aux[f"{name}.{stage}"] = graph.call(
                         CHECK, (there, check.args[1]), value.type_of(check), like=check, name="check", phase="update"

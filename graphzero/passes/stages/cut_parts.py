@@ -49,7 +49,7 @@ def cut_parts(graph: StepGraph, splits_backward: bool = False) -> PipelineParts:
 class _PartCutter:
     """keys: the part that computes each value of a stage.
 
-    behind: the parts from which a value comes: its own, or those of its operands where each reader makes it anew.
+    after: the parts from which a value comes: its own, or those of its operands where each reader makes it again.
     """
 
     def __init__(self, graph: StepGraph, splits_backward: bool) -> None:
@@ -66,7 +66,7 @@ class _PartCutter:
         self.roots = self._written_roots()
         self.sent = self._sent_values() if splits_backward else set()
         self.keys: dict[fx.Node, PartKey] = {}
-        self.behind: dict[fx.Node, frozenset[PartKey]] = {}
+        self.after: dict[fx.Node, frozenset[PartKey]] = {}
         self.checked = 0  # the level of the last check: what no check depends on runs at no earlier one
         checks = [node for node in self.nodes if node.target is CHECK]
         before = {x for check in checks for x in value.ancestors(check)}
@@ -103,10 +103,10 @@ class _PartCutter:
 
     def _place(self, nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
-            before = frozenset(key for x in node.all_input_nodes for key in self.behind[x])
-            self.behind[node] = before
+            before = frozenset(key for x in node.all_input_nodes for key in self.after[x])
+            self.after[node] = before
             if (key := self._key(node, before)) is not None:
-                self.keys[node], self.behind[node] = key, frozenset([key])
+                self.keys[node], self.after[node] = key, frozenset([key])
 
     def region(self, node: fx.Node) -> int:
         if self.body:
@@ -147,7 +147,7 @@ class _PartCutter:
             if kind == BACKWARD and self.splits_backward and node not in self.sent:
                 kind = BACKWARD_WEIGHT
             key = PartKey(max([kind, *kinds]), 0, stage)
-        else:  # a check is behind what it reads on its own stage too: then this has been sent to the others
+        else:  # a check is after what it reads on its own stage too: then this has been sent to the others
             levels = [key.level + (key.stage != stage or is_check) for key in before if key.kind == region]
             levels.append(self.checked if region == EPILOGUE else 0)
             key = PartKey(region, max(levels), stage)
@@ -208,18 +208,18 @@ class _PartCutter:
         """The key of a value that the step returns, as its part hands it over."""
         if node in self.roots:
             return self.value_key(self.roots[node])
-        key = max(self.behind[node], default=PartKey(PROLOGUE, 0, self.count - 1))
+        key = max(self.after[node], default=PartKey(PROLOGUE, 0, self.count - 1))
         return self.writer(key).hand_over(node)
 
     def _update_part(self, stage: int | None, able: Iterable[PartKey], source: Iterable[PartKey]) -> PartKey:
-        """The part that writes a state of ``stage``: behind those that read it, ``able``, and those of ``source``."""
+        """The part that writes a state of ``stage``: after those that read it, ``able``, and those of ``source``."""
         own = self.count - 1 if stage is None else stage
         levels = [key.level + (key.stage > own) for key in source if key.kind == EPILOGUE]
         first = PartKey(EPILOGUE, max([*levels, self.checked]), own)
         return max([first, *(key for key in able if key.kind == EPILOGUE)])
 
     def _write_updates(self) -> None:
-        """A state is written behind all micro-batches, by the last part of its stage that reads it or may compute its
+        """A state is written after all micro-batches, by the last part of its stage that reads it or may compute its
         new value; one of no stage, which each stage reads, by the last part of all."""
         placeholders = {node.name: node for node in self.graph.placeholders()}
         for name, new in self.graph.updates.items():
@@ -228,7 +228,7 @@ class _PartCutter:
             if new is state:
                 continue
             able = [key for key, part in self.parts.items() if stage in (None, key.stage) and state in part.copies]
-            source = self.behind[self.roots.get(new, new)]
+            source = self.after[self.roots.get(new, new)]
             writer = self.writer(self._update_part(stage, able, source))
             writer.updates[writer.read_value(state).name] = writer.read_value(new)
 

@@ -40,10 +40,10 @@ def micro_batch_program(graph: StepGraph, stages: Collection[int]) -> StepGraph:
     for node in nodes:
         copies[node] = copy_op(program, node, copies.__getitem__)
         copies[node].meta.pop("repeat", None)
-    read_behind = {
+    read_after = {
         node.name: copies[node]
         for node in nodes
         if any(user.op == "output" or value.phase_of(user) == "update" for user in node.users)
     }
-    program.graph.output(((), read_behind, {}))
+    program.graph.output(((), read_after, {}))
     return program

@@ -1,12 +1,12 @@
 """Bytes that a program holds over time if some values of forward are computed again, or wait on the host: counted,
 with no program made.
 
-The estimate says where the copies that ``Recompute`` makes would stand, how long each storage then lives, and the bytes
+The estimate says where the copies that ``Recompute`` makes would be, how long each storage then lives, and the bytes
 of it, in some milliseconds a try.  It counts by ``StorageSpans``, which leaves out what later passes add (buckets,
 slots, transfers under way), so the plan of the program itself has the last word: see ``memory_fit``.
 
-In a pipeline it is of one micro-batch on the stages of one rank, beside which others are in flight: what forward leaves
-for backward is there for each of them.
+In a pipeline it is of one micro-batch on the stages of one rank, besides which others are in flight: what forward
+leaves for backward is there for each of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EstimatedMemory:
 
     total, activations: up to the end of backward, all, and of them what forward leaves for backward to read, or what is
     computed again for it.
-    position: of each op, where it then stands.  begins, ends: of each storage of the program as it was.
+    position: of each op, where it then is.  begins, ends: of each storage of the program as it was.
     first_late_read: of each storage, the first position at which backward or a copy reads it.
     recomputed: ops that run again, and what waits on the host.
     """
@@ -193,7 +193,7 @@ class MemoryEstimate:
         k, trip = self.waits[wait]
         return min(int(position[trip.back_launch]), int(first_late[k]))
 
-    # ---- where copies stand
+    # ---- where copies are
 
     def recomputing(self, dropped: Collection[int]) -> EstimatedMemory:
         """With ops of forward dropped: what they make does not stay, backward reads what they make again."""

@@ -1,8 +1,8 @@
 """Programs that make again in backward what it takes to fit limits of memory, and nothing else.
 
-Gathers run beside compute, so all parameters are gathered again before any value is computed again, and what the limits
-then leave is spent on gathers that stay.  Candidates are chosen by bytes over time that are foreseen, the plan of the
-program that comes out says what that needs, and the limits of the choice are corrected by the difference.
+Gathers run in parallel with compute, so all parameters are gathered again before any value is computed again, and what
+the limits then leave is spent on gathers that stay.  Candidates are chosen by bytes over time that are foreseen, the
+plan of the program that comes out says what that needs, and the limits of the choice are corrected by the difference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from graphzero.plan.variants import Candidate, Variants
 TRIES = 6  # programs that are made to find what fits
 CLOSE = 0.02  # a program that leaves less of a limit unused computes no more than it has to
 NEAR = 256  # what to hold is not bettered when the limit is known to such a part of what the budget leaves
-SMALL, MORE = 8_000, 16  # in a program of n nodes, SMALL // n others are tried behind these, at most MORE
+SMALL, MORE = 8_000, 16  # in a program of n nodes, SMALL // n others are tried after these, at most MORE
 
 Choice = TypeVar("Choice", bound=Hashable)
 Result = TypeVar("Result")

@@ -5,8 +5,8 @@ Two ways lead to them, and the cheaper one is taken.  One begins with nothing: a
 takes those that free most bytes for a second, each with what it is computed from and is not held, until the limits
 hold.  The other begins with segments, as Chen et al. do (arXiv 1604.06174): forward is cut where little crosses, what
 crosses is held, and all between is computed again when backward comes there.  Values that may wait on the host are
-candidates beside both, at the seconds by which their copies make the step longer.  In the end what need not be computed
-again, or go, to stay within the limits is held after all, the dearest first.
+candidates besides both, at the seconds by which their copies make the step longer.  In the end what need not be
+computed again, or go, to stay within the limits is held after all, the dearest first.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class MemorySearch:
         yield from self._waiting(memory, useless, worst)
 
     def _waiting(self, memory: EstimatedMemory, useless: set[str], worst: int) -> Iterator[MemoryCandidate]:
-        """Candidates that could wait on the host at a position, each at what it costs beside those before it, which are
+        """Candidates that could wait on the host at a position, each at its cost on top of those before it, which are
         dearer to compute again."""
         estimate, chosen = self.estimate, memory.recomputed
         seconds = estimate.cost(chosen)

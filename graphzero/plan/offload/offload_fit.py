@@ -44,8 +44,8 @@ class OffloadFit:
 
     def __init__(self, variants: Variants, options: Options, program: Candidate) -> None:
         self.variants, self.options, self.program = variants, options, program
-        behind = default_passes(options, variants.own, since=PASS)
-        self.before = program.history[: len(program.history) - len(behind)]
+        following = default_passes(options, variants.own, since=PASS)
+        self.before = program.history[: len(program.history) - len(following)]
 
     def within(self, nbytes: int) -> Candidate:
         """The program that copies least of those that hold so many bytes of activations at most."""

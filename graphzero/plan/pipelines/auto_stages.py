@@ -123,7 +123,7 @@ def _sum_by_unit(draft: Liveness, units: StageUnits, amounts: Iterable[tuple[fx.
 def _unit_seconds(draft: Liveness, units: StageUnits, device: Device) -> list[float]:
     """The seconds of forward and backward of all micro-batches, without what runs before and after them.
 
-    Transfers run beside ops, and ops are started ahead, where the device does that.
+    Transfers run in parallel with ops, and ops are started ahead, where the device does that.
     """
     device = replace(device, call=0.0) if device.runs_ahead else device
     has_body, sums = any(map(value.repeats_of, draft.nodes)), []

@@ -152,7 +152,7 @@ class PipelineFit:
     def _within(self, limits: Limits) -> dict[int, Ops]:
         """The values that members recompute; members within the limits recompute none.
 
-        Where some do, backward gathers parameters on all stages in front of what reads them.  Members that are above
+        Where some do, backward gathers parameters on all stages before what reads them.  Members that are above
         the limits only then are searched behind the others.
         """
         chosen, program = dict[int, Ops](), self.plain

@@ -115,7 +115,7 @@ class PipelineMemory:
         }
 
     def walk_calls(self, member: int) -> Iterator[tuple[PartCall, dict[str, Bytes], int]]:
-        """Of each call of a member, in order: bytes by category over its part, and those in flight behind it."""
+        """Of each call of a member, in order: bytes by category over its part, and those in flight after it."""
         pipeline, calls = self.pipeline, self.pipeline.calls_on(member)
         resident = self._resident(calls)
         left = Counter(slot for call in calls for slot in {*pipeline.slots_read(call).values()})
@@ -220,7 +220,7 @@ class PipelineMemory:
         accumulators: set[ValueKey],
         resident: dict[str, int],
     ) -> dict[str, Bytes]:
-        """Bytes by category while a call runs; ``in_flight`` becomes what is so behind it."""
+        """Bytes by category while a call runs; ``in_flight`` becomes what is so after it."""
         memory, slots = self.parts[call.part], self.pipeline.slots_read(call)
         last_read: dict[Slot, int] = {}
         for name, slot in slots.items():

@@ -1,7 +1,7 @@
 """Values of pipeline stages that wait on the host, so that so many bytes of activations fit on each rank's device.
 
 What forward of a micro-batch leaves lies idle until backward of that micro-batch, while its stages run calls of others.
-A value is copied to the host beside the call behind its last reader, and back beside the call in front of its next one;
+A value is copied to the host beside the call after its last reader, and back beside the call before its next one;
 where that is not enough, it is awaited at once on both ways, so that its memory is free during these calls too.  All
 micro-batches are treated alike where they have such a gap.
 """
@@ -31,7 +31,7 @@ class _Gap:
     """Calls of a member during which the values of one memory are not read.
 
     slots: the values, of which the first fills the memory.
-    begin, end: the calls before and behind, by their places among those of the member.
+    begin, end: the calls before and after, by their places among those of the member.
     """
 
     slots: tuple[Slot, ...]
@@ -106,7 +106,7 @@ class _MemberChoice:
         return self._activations[number]
 
     def round_trips(self, number: int) -> list[StageRoundTrip]:
-        """The round trips of a choice, those of one value behind the other."""
+        """The round trips of a choice, those of one value after the other."""
         awaited = number - len(self.keys)
         trips = []
         for i, key in enumerate(self.keys[:number]):

@@ -2,9 +2,9 @@
 
 Each member of ``pp`` runs its calls in their order, each as early as what it reads is there.  A call takes what the
 timeline of its part takes; what is sent to another member arrives later by what the link along ``pp`` takes, and
-occupies neither rank.  Values that wait on the host are copied beside calls, one after the other in each direction; a
-CPU copies them itself.  Of parts with the same times on all stages, and without such values, this is
-``simulate_schedule``, with what comes before and behind the micro-batches.
+occupies neither rank.  Values that wait on the host are copied in parallel with calls, one after the other in each
+direction; a CPU copies them itself.  Of parts with the same times on all stages, and without such values, this is
+``simulate_schedule``, with what comes before and after the micro-batches.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def time_calls(
 
 
 class RoundTripClock:
-    """The times of copies to and from the host beside the calls of a pipeline, by the numbers of a device."""
+    """The times of copies to and from the host in parallel with the calls of a pipeline, by the numbers of a device."""
 
     def __init__(self, pipeline: PipelineProgram, device: Device) -> None:
         self.trips, self.device = pipeline.round_trips, device
@@ -118,15 +118,15 @@ class RoundTripClock:
                 self._at[place, getattr(trip, place)].append(i)
 
     def fetch(self, call: int, time: float) -> float:
-        """Begin the copies back in front of a call, and return when what it reads is there.  time: of the begin."""
+        """Begin the copies back before a call, and return when what it reads is there.  time: of the begin."""
         return self._pass("fetch_before", "read_by", call, time)
 
     def store(self, call: int, time: float) -> float:
-        """Begin the copies behind a call, and return when what is awaited there has arrived on the host."""
+        """Begin the copies after a call, and return when what is awaited there has arrived on the host."""
         return self._pass("store_after", "stored_after", call, time)
 
     def own_seconds(self, call: int) -> float:
-        """The seconds of copies that a CPU makes in front of a call and behind it."""
+        """The seconds of copies that a CPU makes before a call and after it."""
         if self.device.type != "cpu":
             return 0.0
         begun = self._at["fetch_before", call] + self._at["store_after", call]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
 
-Group = tuple[int, int, int]  # a stage, its first unit, and the one behind its last
+Group = tuple[int, int, int]  # a stage, its first unit, and the one after its last
 
 
 def choose_cuts(

@@ -2,7 +2,7 @@
 
 They are found in the captured graph, of whose ops each knows its module: an entry of a list of blocks,
 ``model.layers.3``, is one unit with all that is in it; outside of such lists each module with parameters is one, what
-stands before and behind the blocks.  What has no parameters, a mask or a dropout, is computed where it is read.
+is before and after the blocks.  What has no parameters, a mask or a dropout, is computed where it is read.
 """
 
 from __future__ import annotations

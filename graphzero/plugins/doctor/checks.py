@@ -1,4 +1,4 @@
-"""Checks of the ranks of a placement, each beside the same on virtual ranks of this process.
+"""Checks of the ranks of a placement, each next to the same on virtual ranks of this process.
 
 Every rank runs all of them, in one order, and gets the findings of all.
 """

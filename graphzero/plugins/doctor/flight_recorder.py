@@ -30,8 +30,8 @@ def read_recorder() -> Mapping[str, Any] | None:
     return None if dump is None else pickle.loads(dump)
 
 
-def list_recorded(dump: Mapping[str, Any], behind: int = -1) -> list[Recorded]:
-    """The collectives of a dump in the order of their launch, those with a larger ``record_id`` than ``behind``.
+def list_recorded(dump: Mapping[str, Any], after: int = -1) -> list[Recorded]:
+    """The collectives of a dump in the order of their launch, those with a larger ``record_id`` than ``after``.
 
     Messages between two ranks, barriers and what torch itself launches are left out.
     """
@@ -39,7 +39,7 @@ def list_recorded(dump: Mapping[str, Any], behind: int = -1) -> list[Recorded]:
     recorded = []
     for entry in sorted(dump["entries"], key=lambda entry: int(entry["record_id"])):
         kind = KINDS.get(entry["profiling_name"].partition(":")[2])
-        if kind is not None and entry["record_id"] > behind:
+        if kind is not None and entry["record_id"] > after:
             sent, received = (sum(map(prod, entry[key])) for key in ("input_sizes", "output_sizes"))
             recorded.append((kind, ranks_of[entry["process_group"][0]], sent, received))
     return recorded

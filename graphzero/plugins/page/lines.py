@@ -1,4 +1,4 @@
-"""The texts of a program behind each pass, as lists of lines that are kept once."""
+"""The texts of a program after each pass, as lists of lines that are kept once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_OPTIONS = 400  # characters of a pass's options
 
 
 class Pool:
-    """Texts by number, each once: most lines of a program are the same behind every pass, and in the next plan."""
+    """Texts by number, each once: most lines of a program are the same after every pass, and in the next plan."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -32,7 +32,7 @@ class Pool:
 def passes_data(snapshots: Sequence[ProgramSnapshot], pool: Pool) -> dict[str, Any]:
     """The captured text, and per pass what it does to the text before it.
 
-    captured: numbers of lines.  passes: name, options, seconds, level behind it, and edits ``[at, removed, lines]``,
+    captured: numbers of lines.  passes: name, options, seconds, level after it, and edits ``[at, removed, lines]``,
     where ``at`` counts the lines before the pass; edits do not overlap and are in order.
     """
     passes = []

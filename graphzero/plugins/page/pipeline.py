@@ -32,7 +32,7 @@ Over = dict[str, Bytes]  # bytes by category while each op of a part runs
 class CallMemory:
     """Bytes on the ranks of each member of ``pp``, call by call.
 
-    most: of a call, at its worst moment.  behind: what is in flight when it is over.
+    most: of a call, at its worst moment.  after: what is in flight when it is over.
     worst: of each part, bytes over it in the call at whose worst moment most is held.
     categories: of each part, by number of a value, the category of what it hands over or is given.
     """
@@ -40,7 +40,7 @@ class CallMemory:
     def __init__(self, pipeline: PipelineProgram) -> None:
         memory, accumulators = PipelineMemory(pipeline), set(pipeline.parts.accumulators)
         self.most: dict[PartCall, int] = {}
-        self.behind: dict[PartCall, int] = {}
+        self.after: dict[PartCall, int] = {}
         self.worst: dict[int, Over] = {}
         self.categories = [
             _categories(part, {storage[0]: key for key, storage in of_part.handed_over.items()}, accumulators)
@@ -49,7 +49,7 @@ class CallMemory:
         highest: dict[int, int] = {}
         for call, over, in_flight in (x for i in range(pipeline.schedule.ranks) for x in memory.walk_calls(i)):
             most = int(total_over_time(over).max())
-            self.most[call], self.behind[call] = most, in_flight
+            self.most[call], self.after[call] = most, in_flight
             if most > highest.get(call.part, -1):
                 self.worst[call.part], highest[call.part] = over, most
 
@@ -65,7 +65,7 @@ def pipeline_data(
     """The schedule over time and the members of ``pp``.
 
     unit: "seconds", or "forward" where no device is known: then a forward takes 1.  rows: of each member of ``pp``,
-    ``[label, number of the part, begin, end, bytes at its worst moment, bytes behind it]`` of each call.
+    ``[label, number of the part, begin, end, bytes at its worst moment, bytes after it]`` of each call.
     members: what the plan says of each.  edges: ``[stage, stage, bytes, messages]``.
     """
     resident = [sum(member.memory.resident.values()) for member in plan.members]
@@ -75,7 +75,7 @@ def pipeline_data(
         "unit": "forward" if device is None else "seconds",
         "rows": [
             [
-                [pipeline.label(call), call.part, begin, end, memory.most[call], resident[member] + memory.behind[call]]
+                [pipeline.label(call), call.part, begin, end, memory.most[call], resident[member] + memory.after[call]]
                 for call, begin, end in row
             ]
             for member, row in enumerate(_timed(pipeline, device))

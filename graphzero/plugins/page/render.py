@@ -39,7 +39,7 @@ def render(plans: Sequence[dict[str, Any]], pool: Pool) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON that may stand in a script element: nothing in it ends the element, or begins another."""
+    """JSON that may be in a script element: nothing in it ends the element, or begins another."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")

@@ -24,7 +24,7 @@ def planned_data(graph: StepGraph, device: Device, pool: Pool) -> dict[str, Any]
     parts = ("seconds", "compute", "communication", "exposed", "host")
     events = [event._asdict() for event in planned.events]
     end = max((event.end for event in planned.events), default=0.0)
-    if planned.seconds > end:  # what stands around the ops
+    if planned.seconds > end:  # what is around the ops
         around = {"name": "", "stream": "host", "kind": "around the program", "phase": "end"}
         events.append(around | {"begin": end, "end": planned.seconds})
     return {part: getattr(planned, part) for part in parts} | {

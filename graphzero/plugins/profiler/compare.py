@@ -1,4 +1,4 @@
-"""Planned beside measured: what must be equal, where the seconds go otherwise than planned, and that in a few lines."""
+"""Planned and measured: what must be equal, where the seconds go otherwise than planned, and that in a few lines."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class TraceData:
 
     @property
     def first(self) -> RankTrace:
-        """Whose step it is that stands beside the plan: of pipeline stages, a rank of the fullest ones."""
+        """Whose step it is that is next to the plan: of pipeline stages, a rank of the fullest ones."""
         return next(one for one in self.ranks if one.member == self.fullest)
 
     @property

@@ -1,9 +1,9 @@
 """Begin and end of each line of a program, on every rank that lives in this process.
 
-A ``EventRecorder`` notes the time at every line and makes events of that behind the run.  On a device that works
+A ``EventRecorder`` notes the time at every line and makes events of that after the run.  On a device that works
 asynchronously it notes events in the device's queue, which are as late as the kernels before them.
 
-Beside the ops, a rank's stream of compute has what the executor does around collectives: "pack" and "unpack" (copies
+Besides the ops, a rank's stream of compute has what the executor does around collectives: "pack" and "unpack" (copies
 into and out of buffers), "launch" and "await" (beginning a collective, and waiting for it), "write back" (new states).
 """
 
@@ -126,8 +126,8 @@ class EventRecorder(Meter):
         sent = (self._world.trace or [])[: self._sent_until]
         begun = [*(count for _, count in self._met), len(sent)]
         return {
-            mark: sum(one.nbytes for one in sent[first:behind] if one.axis != PIPELINE)  # sent between parts
-            for (mark, first), behind in zip(self._met, begun[1:], strict=True)
+            mark: sum(one.nbytes for one in sent[first:after] if one.axis != PIPELINE)  # sent between parts
+            for (mark, first), after in zip(self._met, begun[1:], strict=True)
         }
 
 
@@ -156,7 +156,7 @@ class _Track:
             self._note(transfer.node, f"communication {transfer.axis}", transfer.kind, began, end, sent)
 
     def _is_over(self, node: fx.Node, moves: Transfer) -> bool:
-        """Return whether the lines of a transfer that is not launched are those behind it."""
+        """Return whether the lines of a transfer that is not launched are those after it."""
         last = self.events[-1] if self.events else None
         return not moves.is_launch and last is not None and last.name == node.name and last.stream != COMPUTE
 

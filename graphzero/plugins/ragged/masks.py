@@ -84,8 +84,8 @@ class Masks:
 
         def make(w: DefinitionWriter) -> fx.Node:
             here, size = self.vector(name, more), self.ragged[name].size + more
-            behind = [self._shifted(w, here, by, size) for by in (back - 1, back)]
-            return w(aten.bitwise_or.Tensor, behind[0], w(aten.bitwise_not.default, behind[1]))
+            after = [self._shifted(w, here, by, size) for by in (back - 1, back)]
+            return w(aten.bitwise_or.Tensor, after[0], w(aten.bitwise_not.default, after[1]))
 
         return self._once(("last", name, more, back), make)
 

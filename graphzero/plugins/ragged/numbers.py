@@ -59,7 +59,7 @@ def _put(work: PaddedOp, place: Place, formula: Formula) -> bool:
 
 
 def _dtype(x: torch.dtype, result: torch.dtype, formula: Formula) -> torch.dtype:
-    """Dtype of the number: as exact as a Python number is beside ``x``, for a result of dtype ``result``."""
+    """Dtype of the number: as exact as a Python number is next to ``x``, for a result of dtype ``result``."""
     if x.is_floating_point:
         return _exact(x)
     is_whole = formula.power == 1 and isinstance(formula.factor, int) and isinstance(formula.plus, int)

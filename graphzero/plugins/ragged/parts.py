@@ -215,7 +215,7 @@ def constant_pad(work: PaddedOp) -> None:
 
 @rule(aten.cat.default)
 def cat(work: PaddedOp) -> None:
-    """One operand beside empty ones is that operand."""
+    """One operand next to empty ones is that operand."""
     dim = dim_of(work, 1, "dim", ndim_of(work.node))
     full = [i for i, x in enumerate(work.operands) if value.tensor_type(x).numel]
     if len(full) == 1:

@@ -91,7 +91,7 @@ def _attention(names: tuple[str, ...], bias: int, work: PaddedOp) -> None:
     operands = {name: work.number_of(i) for i, name in enumerate(names)}
     queries = work.plain(operands["Q"], 2) if work.at(operands["Q"], 2) else None
     keys = work.plain(operands["k"], 2) if work.at(operands["k"], 2) else None
-    is_seen = causal and queries == keys  # no query sees what comes behind it
+    is_seen = causal and queries == keys  # no query sees what comes after it
     for i in operands.values():
         fill_all(work, i, 0.0, [2])
     if isinstance(work.argument(bias + 3, "draws"), fx.Node):  # what is drawn for padding is not read

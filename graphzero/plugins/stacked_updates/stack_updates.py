@@ -85,9 +85,9 @@ class StackUpdates(BuiltinPass):
         for chains in kin.values():
             over = [axis for axis in axes if any(_split(axis, entry) is not None for entry in chains[0].entries)]
             if len(chains) > 1 and over:
-                behind = _before_update(graph)
+                after = _before_update(graph)
                 for some in _parts(chains, prod(axis.ranks for axis in over), limit):
-                    behind = _Stack(graph, over, some).write_chain(behind)
+                    after = _Stack(graph, over, some).write_chain(after)
         return graph
 
 
@@ -115,18 +115,18 @@ class _Stack:
         self.stacks: set[fx.Node] = set()  # those of which it is a stack, and not what all chains share
         self.order = {node: i for i, node in enumerate(graph.nodes)}
 
-    def write_chain(self, behind: fx.Node) -> fx.Node:
-        """Put it behind ``behind`` and the last value that a chain reads; what reads results above that comes after it.
+    def write_chain(self, after: fx.Node) -> fx.Node:
+        """Put it after ``after`` and the last value that a chain reads; what reads results above that comes after it.
 
         Returns its last op.
         """
         first, *_ = self.chains
         read = [entry for chain in self.chains for entry in chain.entries]
         read += {x for node in first.nodes for x in node.all_input_nodes}.difference(first.nodes, read)  # by all alike
-        place = max((behind, *read), key=self.order.__getitem__)
+        place = max((after, *read), key=self.order.__getitem__)
         late = self._late(place)
         if not late.isdisjoint(read):
-            return behind  # one chain follows from another
+            return after  # one chain follows from another
         with self.graph.graph.inserting_before(place.next):
             for alike in zip(*(chain.entries for chain in self.chains), strict=True):
                 self._enter(alike)

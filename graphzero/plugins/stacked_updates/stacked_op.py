@@ -1,4 +1,4 @@
-"""An op for a stack of values: what it computes of one, it computes of each along a dim that stands first.
+"""An op for a stack of values: what it computes of one, it computes of each along a dim that is first.
 
 Like a batching rule of ``torch.vmap``, but of ops in a graph, whose numbers may be known only when it runs.
 """
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Lifted:
-    """An operand as a stack of it, with ``ones`` dims of one element put in behind the first, so that it broadcasts."""
+    """An operand as a stack of it, with ``ones`` dims of one element put in after the first, so that it broadcasts."""
 
     node: fx.Node
     ones: int = 0

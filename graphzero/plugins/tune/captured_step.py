@@ -69,7 +69,7 @@ class CapturedStep:
         """The step on other ranks, and how what it reads lies there.
 
         placement: with the axes of the one that it was captured for, of which that of data may be cut in several, and
-        perhaps one more behind those, which is not for data; over the last one ``splits`` says how parameters, by path,
+        perhaps one more after those, which is not for data; over the last one ``splits`` says how parameters, by path,
         are split.
         """
         origins = [self._origin(name) for name in placement.names]

@@ -1,7 +1,7 @@
 """Weights that may be split together over one placement axis, found in a captured step.
 
 A split of one weight asks for others: what a column layer makes is split, so the layer that reads it must be a row, and
-what stands between, biases, norms of channels, the other half of a gate, is split along.  ``_Flood`` carries one split
+what is between, biases, norms of channels, the other half of a gate, is split along.  ``_Flood`` carries one split
 as far as it goes, by the rules of the ops it meets and by nothing else: no names, no kinds of layers.  It goes through
 every reader until a sum makes it partial, and up through every operand that an op needs split likewise, until it comes
 to weights, or to a value that only whole ones make, of which each rank takes its piece.
@@ -96,7 +96,7 @@ class ForwardReads:
         )
 
     def allowed(self, node: fx.Node, stand: Sequence[Sbp | None]) -> tuple[Signature, ...]:
-        """The signatures of an op, for splits in as many sections as those that stand."""
+        """The signatures of an op, for splits in as many sections as those that are."""
         key = node, frozenset(sbp.sections for sbp in stand if sbp is not None)
         if key not in self.known:
             self.known[key] = calls.signatures_of(self.graph, node, self.axis, stand)

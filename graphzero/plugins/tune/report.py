@@ -42,8 +42,8 @@ def report(result: SearchResult, step: CapturedStep, device: Device, what: str, 
 def _table(shown: Sequence[Price]) -> list[str]:
     rows = [("", "layout", "step", "memory", "")]
     for i, one in enumerate(shown):
-        behind = f"+{one.seconds / shown[0].seconds - 1:.1%}: {why(one, shown[i - 1])}" if i else ""
-        rows.append((str(i + 1), str(one.layout), f"{one.seconds * 1e3:.2f} ms", mega(one.peak), behind))
+        after = f"+{one.seconds / shown[0].seconds - 1:.1%}: {why(one, shown[i - 1])}" if i else ""
+        rows.append((str(i + 1), str(one.layout), f"{one.seconds * 1e3:.2f} ms", mega(one.peak), after))
     wide = [max(len(row[i]) for row in rows) for i in range(4)]
     return [
         f"{row[0]:>{wide[0]}}  {row[1]:<{wide[1]}}  {row[2]:>{wide[2]}}  {row[3]:>{wide[3]}}  {row[4]}" for row in rows

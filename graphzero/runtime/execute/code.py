@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 class Code:
     """steps: segments and barriers so far.  names: the globals of generated code.
 
-    constants: per local rank, what stands in which place from the start.  host_places: what ``host`` fills.
+    constants: per local rank, what is in which place from the start.  host_places: what ``host`` fills.
     """
 
     def __init__(self, world: World, places: Places) -> None:
@@ -54,7 +54,7 @@ class Code:
     def fill(self, node: fx.Node, call: str, listed: bool = False, before: str = "") -> None:
         """``call`` fills the places of the node's results; ``listed``: it returns a list, of one too.
 
-        before: what stands on the line before that, ending in a semicolon.
+        before: what is on the line before that, ending in a semicolon.
         """
         of, results = self.places.of, self.places.results
         if node in results:
@@ -107,12 +107,12 @@ class Code:
     # ---- words
 
     def call(self, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *said: str) -> str:
-        """``said``: more arguments, as they stand."""
+        """``said``: more arguments, as they are."""
         words = [*map(self.text, args), *(f"{k}={self.text(v)}" for k, v in kwargs.items()), *said]
         return f"{self.name(kernel)}({', '.join(words)})"
 
     def text(self, arg: Any) -> str:
-        """An argument as it stands in generated code."""
+        """An argument as it is in generated code."""
         if isinstance(arg, fx.Node):
             return f"e[{self.places.of[arg]}]"
         if isinstance(arg, (list, tuple)):

@@ -61,7 +61,7 @@ class Transfers:
         self.code.barrier(node, lambda envs: pending.__setitem__(place, starts([e[place] for e in envs])))
 
     def await_end(self, node: fx.Node) -> None:
-        """Let what follows run behind a collective: the one that ``node`` waits for, or itself."""
+        """Let what follows run after a collective: the one that ``node`` waits for, or itself."""
         place, pending = self._place(begun_by(node)), self.world.pending
         self.code.barrier(node, lambda envs: pending.pop(place).wait(), meets=node.target is ops.wait)
 

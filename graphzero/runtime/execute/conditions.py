@@ -6,7 +6,7 @@ another shape, would read and write foreign memory.  ``KernelGuard`` checks befo
 graphzero's own ops that call them, and raises.  Programs that were captured run without it.
 
 ``CONDITIONS`` has the ops whose kernels do not look themselves, as found by calling ATen's with operands altered one at
-a time in front of a page that may not be read.  A condition is given the operands by their names in the schema.
+a time before a page that may not be read.  A condition is given the operands by their names in the schema.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ COMPILERS = {"inductor": CompiledRegions}  # by kind of executor: what compiles 
 class Results:
     """Results of a run.
 
-    outputs: as ``graph.outputs``: per value a list with one entry per local rank, or the literal that stands there.
+    outputs: as ``graph.outputs``: per value a list with one entry per local rank, or the literal that is there.
     aux: the graph's auxiliary values by name, one entry per local rank.
     """
 
@@ -151,7 +151,7 @@ class Executor:
             self._missing.discard(name)
 
     def release(self, x: Tensor) -> None:
-        """Let go of what is bound where the values of ``x`` begin; ``bind`` must give it anew before a run."""
+        """Let go of what is bound where the values of ``x`` begin; ``bind`` must give it again before a run."""
         if self._names_at is None:
             self._names_at = {}
             for name, tensors in self._bound.items():

@@ -103,7 +103,7 @@ class PipelineExecutor:
             self.messages.bind(values)
 
     def release(self, x: Tensor) -> None:
-        """Let go of what is bound where the values of ``x`` begin; ``bind`` must give it anew before a run."""
+        """Let go of what is bound where the values of ``x`` begin; ``bind`` must give it again before a run."""
         for executor in self.executors.values():
             executor.release(x)
 

@@ -1,7 +1,7 @@
 """From a graph to what the executor runs: straight-line Python, cut where ranks meet.
 
 Here is which lines an instruction becomes.  Which there are, and in which order, is ``ir/streams/instructions.py``;
-where values stand is ``places``, how lines are written ``code``, what may be written over when ``writes``, what travels
+where values are is ``places``, how lines are written ``code``, what may be written over when ``writes``, what travels
 ``transfers``; what the result consists of is ``steps``.
 """
 
@@ -45,7 +45,7 @@ class Program:
 
     steps: segments and barriers, in order; first_write: number of the first that writes a state, -1
         for none; host: host numbers, computed once for all ranks.
-    size: places of an environment; constants: per local rank, what stands in which place from the start.
+    size: places of an environment; constants: per local rank, what is in which place from the start.
     slotted: exchanges that work within communication slots: (place, slot, one exchange per local rank).
     persistent, inputs: place of each placeholder by name; host_places: what ``host`` fills.
     outputs, aux: place, or a literal wrapped in a 1-tuple.
@@ -109,10 +109,10 @@ class _Compiler:
                 self.code.cut()
                 since = len(self.code.steps)
             if one.kind is InstructionKind.CALL and isinstance(one.node.target, RegionOp):
-                behind = takewhile(
+                after = takewhile(
                     lambda other: other.kind is InstructionKind.EMPTY, islice(instructions.all, number + 1, None)
                 )
-                places = [other.place for other in behind if self._may_hand_over(one.node, other)]
+                places = [other.place for other in after if self._may_hand_over(one.node, other)]
                 handed_over.update(places)
                 self._region(one.node, one.node.target, places)
             elif one.node.target in ops.HOST_COPIES and one.kind is not InstructionKind.EMPTY:

@@ -65,7 +65,7 @@ def round_trip_offsets(pipeline: PipelineProgram, member: int | None, ranks: int
     """Lay out a file for what waits on the host: the offset of each round trip, and the bytes of the file.
 
     member: whose round trips; None: those of all members, each in a part of the file of its own.
-    ranks: those of this process, whose pieces lie one behind the other.
+    ranks: those of this process, whose pieces lie one after the other.
     """
     offsets, end = dict[int, int](), 0
     for one in sorted({trip.member for trip in pipeline.round_trips if member in (None, trip.member)}):

@@ -24,7 +24,7 @@ from graphzero.runtime.world.host_copies import HostCopies
 class Writes:
     """first_step: number of the first step that writes a state, -1 for none.
 
-    saved: where a result stands that a write would have changed.
+    saved: where a result is that a write would have changed.
     """
 
     def __init__(self, graph: StepGraph, places: Places, code: Code) -> None:

@@ -7,10 +7,10 @@ that gain nothing from a compiler (``COMPILED`` lists those that do).  Cutting t
 leave slivers, for a backward launches a reduction wherever a bucket is full.  So a region goes on past them:
 
 * what does not read the region runs before it; but ``wait`` stays behind, where it waits less, and so does the update;
-* what reads the region, or something that stands behind it, runs behind it, and the region goes on with ops that read
+* what reads the region, or something that is after it, runs after it, and the region goes on with ops that read
   neither.  It ends with the first op that does.
-* It ends, too, at a check that stands behind it, for what follows may count on what is checked; and when a launch that
-  stands behind it has been kept for a ``LAG``-th of the program's work: a transfer that begins late ends late.
+* It ends, too, at a check that is after it, for what follows may count on what is checked; and when a launch that
+  is after it has been kept for a ``LAG``-th of the program's work: a transfer that begins late ends late.
 
 Collectives keep their order, a storage is written after its readers, and results that the InPlace pass puts into the
 room of a temporary get rooms from the compiler.  Values that only the region reads are not made at all.
@@ -48,7 +48,7 @@ FACTORIES = (
     aten.arange.start_step, aten.scalar_tensor.default, aten.full_like.default, aten.ones_like.default,
     aten.zeros_like.default,
 )  # fmt: skip
-# Beside pointwise ops, reductions and views: what Inductor writes kernels of its own for, not slower than ATen's.
+# Besides pointwise ops, reductions and views: what Inductor writes kernels of its own for, not slower than ATen's.
 FUSED = (
     aten._softmax.default, aten._softmax_backward_data.default, aten._safe_softmax.default,
     aten._log_softmax.default, aten._log_softmax_backward_data.default,
@@ -149,11 +149,11 @@ def _tensor_types(node: fx.Node) -> list[value.TensorType]:
 
 @dataclass
 class _Open:
-    """A region in the making, and what is to run behind it."""
+    """A region in the making, and what is to run after it."""
 
     nodes: dict[fx.Node, None] = field(default_factory=dict)
-    behind: dict[fx.Node, None] = field(default_factory=dict)
-    lag: float | None = None  # work since a launch stands behind
+    after: dict[fx.Node, None] = field(default_factory=dict)
+    lag: float | None = None  # work since a launch was put there
 
 
 class _Former:
@@ -164,7 +164,7 @@ class _Former:
         self.at = liveness(graph)
         self.slight: set[fx.Node] = set()
         self._done: list[fx.Node | Region] = []
-        self._placed: set[fx.Node] = set()  # ahead of where they stand
+        self._placed: set[fx.Node] = set()  # ahead of where they are
         self._open = _Open()
         self._longest = max(sum(map(work, graph.nodes)) / LAG, LEAST)
 
@@ -180,7 +180,7 @@ class _Former:
         return self._done
 
     def _close_all(self) -> None:
-        while self._open.nodes or self._open.behind:
+        while self._open.nodes or self._open.after:
             self._close()
 
     def _takes(self, node: fx.Node) -> bool:
@@ -193,30 +193,30 @@ class _Former:
             return
         taken, opened = self._takes(node), self._open
         waits_for = (*(read_by(node) if taken else node.all_input_nodes), *orders)
-        hangs = any(other in opened.behind for other in waits_for)
+        hangs = any(other in opened.after for other in waits_for)
         reads = any(other in opened.nodes for other in waits_for)
         if taken and not is_name_or_view(node) and (hangs or (opened.lag or 0) > self._longest):
             self._close()
             self._place(node, orders)
         elif hangs:
-            self._put_behind(node)
+            self._put_after(node)
         elif reads and is_named(node) or taken:
             opened.nodes[node] = None
             opened.lag = None if opened.lag is None else opened.lag + work(node)
         elif reads or (opened.nodes and (node.target is ops.wait or value.phase_of(node) == "update")):
-            self._put_behind(node)
+            self._put_after(node)
         else:
             self._done.append(node)
 
-    def _put_behind(self, node: fx.Node) -> None:
-        self._open.behind[node] = None
+    def _put_after(self, node: fx.Node) -> None:
+        self._open.after[node] = None
         if node.target is ops.launch and self._open.lag is None:
             self._open.lag = 0.0
         if node.target is CHECK:
             self._close()
 
     def _close(self) -> None:
-        """End the region; views that stand behind it begin the next one, unless something before that reads them."""
+        """End the region; views that are after it begin the next one, unless something before that reads them."""
         opened, self._open = self._open, _Open()
         self._pick_all(opened)
         edge = _views_at_the_edge(opened.nodes)
@@ -227,23 +227,23 @@ class _Former:
         else:
             self.slight.update(node for node in inside if not is_name_or_view(node))
             self._done += inside
-        for node in reversed(opened.behind):
+        for node in reversed(opened.after):
             if self._takes(node) and is_name_or_view(node) and all(self._is_free(user, opened) for user in node.users):
                 self._open.nodes[node] = None
         self._open.nodes = dict.fromkeys(reversed(self._open.nodes))
-        self._done += [node for node in opened.behind if node not in self._open.nodes]
+        self._done += [node for node in opened.after if node not in self._open.nodes]
 
     def _pick_all(self, opened: _Open) -> None:
-        """Add the nodes that select a result of a region's op to the region, also where other ops stand between the
+        """Add the nodes that select a result of a region's op to the region, also where other ops are between the
         two."""
         for node in [node for node in opened.nodes if value.is_multi(node)]:
             for user in node.users:
-                if user.target is operator.getitem and user not in opened.nodes and user not in opened.behind:
+                if user.target is operator.getitem and user not in opened.nodes and user not in opened.after:
                     opened.nodes[user] = None
                     self._placed.add(user)
 
     def _is_free(self, user: fx.Node, closed: _Open) -> bool:
-        return user not in closed.behind or user in self._open.nodes
+        return user not in closed.after or user in self._open.nodes
 
 
 def region_of(nodes: Collection[fx.Node]) -> Region:

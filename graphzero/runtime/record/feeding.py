@@ -1,7 +1,7 @@
 """Host numbers that a recorded step reads from memory: a learning rate changes from step to step, a recording does not.
 
 A number that an op is given as a Python number becomes part of a recording.  So a number that changes is given, while
-the step is recorded, as a ``Fed``: a float with 0-d tensors beside it that hold its value.  ``Feeding`` watches
+the step is recorded, as a ``Fed``: a float with 0-d tensors next to it that hold its value.  ``Feeding`` watches
 for calls with one and calls, instead, the form of the op that reads a tensor.  ``FORMS`` lists the ops that have such
 a form; a number that goes into any other op stays a constant, see ``constants``.  When which number is fed is
 ``replay``'s to say.
@@ -75,7 +75,7 @@ class _Form:
     narrow: bool = False
 
 
-# By the op's name and where the number stands: its index among the arguments, or its keyword.
+# By the op's name and where the number is: its index among the arguments, or its keyword.
 FORMS: Mapping[tuple[str, Any], _Form] = {
     ("mul", 1): _Form(lambda k, x, out: torch.mul(x, k, out=out), narrow=True),
     ("div", 1): _Form(lambda k, x, out: torch.div(x, k, out=out), narrow=True),

@@ -5,7 +5,7 @@ the same numbers, whatever the host does.  Here is what follows from that:
 
 * inputs are copied to where the recording reads them, outputs are copied from where it writes them;
 * it is thrown away when a bound tensor has moved;
-* a host number is a constant of the recording until it changes.  Then the step is recorded anew so that it reads that
+* a host number is a constant of the recording until it changes.  Then the step is recorded again so that it reads that
   number from memory (``feeding``), once for all further changes;
 * what changes again and again and cannot be read from memory makes recording a waste: then the step runs op by op.
 

@@ -49,7 +49,7 @@ class FirstValues:
         return what in self._counted
 
     def take_count(self, tensor: Tensor, whats: Iterable[str]) -> None:
-        """``take`` for the equal counts of several, whose tensor is made anew in each binding; the first one counts."""
+        """``take`` for the equal counts of several, whose tensor each binding makes again; the first one counts."""
         new = set(whats) - self._counted
         if new:
             tree.from_first_rank(tensor, self.placement)

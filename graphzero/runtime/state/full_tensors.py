@@ -26,7 +26,7 @@ class FullTensor:
     """A tensor while eager code may see it.
 
     entry: the original, and its places in modules.  memory: this rank's values of the original, as they were.
-    full: the full tensor that stands there now, None if the original is whole.
+    full: the full tensor that is there now, None if the original is whole.
     """
 
     entry: ModuleTensor
@@ -106,7 +106,7 @@ def put_in_modules(shown: Sequence[FullTensor], who: str) -> None:
 def restore_originals(shown: Sequence[FullTensor]) -> tuple[list[EagerWrite], list[str]]:
     """Put the originals back into the modules, in the memory that they had; no other rank is needed.
 
-    Returns what is to be taken into it, and the paths of those where something stood that cannot be.  A whole buffer in
+    Returns what is to be taken into it, and the paths of those where something was that cannot be.  A whole buffer in
     whose place eager code has put one of another shape or dtype is its own affair, and stays.
     """
     left, lost = [], []

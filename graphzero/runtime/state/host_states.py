@@ -1,4 +1,4 @@
-"""Host memory of a program, ordinary, pinned beside a GPU, or a file: its states, and room for activations."""
+"""Host memory of a program, ordinary, pinned where there is a GPU, or a file: its states, and room for activations."""
 
 from __future__ import annotations
 

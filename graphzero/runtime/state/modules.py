@@ -1,4 +1,4 @@
-"""The tensors of a Graph's modules: their names, every place they stand at, and how one is exchanged.
+"""The tensors of a Graph's modules: their names, every place they are at, and how one is exchanged.
 
 A tensor's path is ``attribute.fqn``; a tied one has the first name that a walk in attribute order meets.
 """
@@ -58,7 +58,7 @@ def register_holder(holder: Holder) -> None:
 
 @dataclass
 class ModuleTensor:
-    """One parameter or buffer: its path, the tensor, and each (module, name) under which it stands."""
+    """One parameter or buffer: its path, the tensor, and each (module, name) under which it is."""
 
     path: str
     kind: str  # "param" or "buffer"
@@ -122,7 +122,7 @@ def group_paths(optimizer: Optimizer, names: Mapping[int, str], index: int) -> t
 
 
 def module_mode(module: nn.Module) -> tuple[Any, ...]:
-    """Facts of a module, beside its tensors, that a capture of its forward depends on."""
+    """Facts of a module, besides its tensors, that a capture of its forward depends on."""
     before, after = module._forward_pre_hooks, module._forward_hooks
     back_before, back_after = module._backward_pre_hooks, module._backward_hooks
     forward = vars(module).get("forward")  # put over the class's own
@@ -148,7 +148,7 @@ def data_address(x: Tensor) -> int:
 
 
 def put_tensor(entry: ModuleTensor, x: Tensor) -> None:
-    """Have ``x``, a parameter if ``entry`` is one, stand in modules wherever ``entry`` does."""
+    """Put ``x``, a parameter if ``entry`` is one, into modules wherever ``entry`` is."""
     for module, name in entry.places:
         if entry.kind == "param":
             setattr(module, name, x)  # modules that keep their own lists (nn.LSTM) follow
@@ -183,9 +183,9 @@ def copy_attributes(new: Tensor, old: Tensor) -> Tensor:
 
 
 def replace_tensor(entry: ModuleTensor, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> Tensor:
-    """Put ``new`` wherever ``entry`` stands: in modules, param_groups and as key of optimizer state.
+    """Put ``new`` wherever ``entry`` is: in modules, param_groups and as key of optimizer state.
 
-    Optimizers that any Graph has been given follow, beside ``optimizers``.
+    Optimizers that any Graph has been given follow, besides ``optimizers``.
     A parameter becomes a new nn.Parameter with the old one's attributes; the old object is emptied.  Its memory goes
     with the last tensor in it: a state dict or an array of numpy that somebody has taken keeps its values.
     """

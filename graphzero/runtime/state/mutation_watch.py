@@ -29,7 +29,7 @@ _module_dicts = itemgetter(*_TENSOR_DICTS, *_HOOKS)  # the dicts in a module's o
 class ModulesWatch:
     """Modules and their parameters and buffers, as they are when this is made.
 
-    Of a module: its class, mode and hooks, a ``forward`` of its own, and what stands under which name in it.  Of a
+    Of a module: its class, mode and hooks, a ``forward`` of its own, and what is under which name in it.  Of a
     tensor: its class and dtype, where and how its values lie, ``requires_grad`` and hooks.  What the values are does
     not count.
 
@@ -54,7 +54,7 @@ class ModulesWatch:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return whether what a module holds stands in dicts of its own, as it does but in TorchScript."""
+    """Return whether what a module holds is in dicts of its own, as it does but in TorchScript."""
     own = vars(module)
     return "training" in own and all(isinstance(own.get(name), dict) for name in _TENSOR_DICTS)
 
@@ -169,7 +169,7 @@ class TensorTypeWatch:
 
 
 class TensorHooksWatch:
-    """Hooks of tensors.  torch numbers the hooks of everything in one sequence: while that stands, none has come."""
+    """Hooks of tensors.  torch numbers the hooks of everything in one sequence: while that stays, none has come."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors, self._known = tensors, list(map(hook_ids, tensors))
@@ -185,7 +185,7 @@ class TensorHooksWatch:
 
 
 class StatesWatch:
-    """The tensors that a program has bound in ``optimizer.state``, and the counters whose values it keeps beside.
+    """The tensors that a program has bound in ``optimizer.state``, and the counters whose values it keeps too.
 
     states: of (optimizer, path), the parameter, its dict in ``optimizer.state``, and which keys of it are bound.
     counters: tensors that change whenever one of them is written to.

@@ -1,7 +1,7 @@
 """Marks of tensors whose values are not those of a whole number of steps, in whichever Graph they are.
 
 An update, or a load, that ends half way leaves some tensors as before it and some as after.  They are marked, not the
-Graph that did it: every Graph over them refuses to run until each has been loaded, or another one stands in its place.
+Graph that did it: every Graph over them refuses to run until each has been loaded, or another one is in its place.
 """
 
 from __future__ import annotations

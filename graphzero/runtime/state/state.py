@@ -180,7 +180,7 @@ class State:
         return moved.before if moved is not None and moved.tensor.is_of(entry.tensor) and moved.after == nd else nd
 
     def given_nds(self, entries: Mapping[str, ModuleTensor]) -> tuple[Nd, ...]:
-        """``given`` of all parameters and buffers; looked up anew when a tensor, or an annotation, has changed."""
+        """``given`` of all parameters and buffers; looked up again when a tensor, or an annotation, has changed."""
         key = (entries, annotation_count())
         if self._nds is None or self._nds[0][0] is not entries or self._nds[0][1] != key[1]:
             self._nds = (key, tuple(map(self.given, entries.values())))
@@ -223,7 +223,7 @@ class State:
     # ---- what is bound
 
     def invalidate(self) -> None:
-        """Bind anew at the next call: somebody has replaced or rewritten tensors."""
+        """Bind again at the next call: somebody has replaced or rewritten tensors."""
         self._binding = self._stateless = self.program = None
 
     def forget(self) -> None:

@@ -23,7 +23,7 @@ from graphzero.sbp.placement import Placement
 from graphzero.sbp.shards import cut, window
 from graphzero.sbp.types import Nd
 
-WINDOW = 64 * 2**20  # bytes of all ranks' pieces that one gather brings, beside the whole tensors
+WINDOW = 64 * 2**20  # bytes of all ranks' pieces that one gather brings, besides the whole tensors
 _SMALLEST = 1 << 16  # bytes of one rank's pieces: with so many ranks that the window gives each less, it is larger
 _ALIGNED = 16  # bytes: a piece begins where its dtype may
 Box = tuple[slice, ...]  # a block of neighbouring elements; beyond the end of a piece there are none
@@ -32,7 +32,7 @@ Box = tuple[slice, ...]  # a block of neighbouring elements; beyond the end of a
 def wholes(xs: Sequence[DTensor], placement: Placement, nbytes: int = WINDOW) -> list[Tensor]:
     """Return all values of each as a plain tensor, which may be its own storage; every rank of ``placement`` calls it.
 
-    Tensors split along the same axes of one mesh share buffers, whatever their dtypes and dims.  Beside the result a
+    Tensors split along the same axes of one mesh share buffers, whatever their dtypes and dims.  Besides the result a
     rank holds at most ``nbytes`` of pieces, or 64 KiB a rank.
     """
     full: dict[int, Tensor] = {}

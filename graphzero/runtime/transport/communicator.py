@@ -142,7 +142,7 @@ class Communicator:
     def stage_transport(self, ranks: Sequence[int], device: torch.device) -> ProcessGroupTransport:
         """Messages through process groups between the ranks along ``pp``; all ranks call it, each for its own line.
 
-        Raises GraphZeroError on GPUs behind a call that has stopped.
+        Raises GraphZeroError on GPUs after a call that has stopped.
         """
         line, current = tuple(ranks), self.generation
         if device.type != "cpu" and any(generation != current for generation, _ in self._stages.values()):

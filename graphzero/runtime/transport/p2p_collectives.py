@@ -1,10 +1,10 @@
 """Collectives of one axis out of exchanges between pairs of ranks, each straight from one buffer into the other.
 
-**Order of sums.**  gloo's own all_reduce is a ring: in which order an element is summed depends on where in the
-buffer it lies, so two bucket sizes, or two stages, differ in the last bit from three ranks on; its reduce_scatter
-is that all_reduce with a cut behind it and sends twice what it must.  Here reductions add the pieces in the order of
-ranks (``primitives.fold``): deterministic, independent of buckets, equal to ``VirtualWorld`` to the bit.  All pieces
-of an exchange move at once.  A plan does not count what a transport holds beside the buffers while it reduces.  A short
+**Order of sums.**  gloo's own all_reduce is a ring: in which order an element is summed depends on where in the buffer
+it lies, so two bucket sizes, or two stages, differ in the last bit from three ranks on; its reduce_scatter is that
+all_reduce with a cut after it and sends twice what it must.  Here reductions add the pieces in the order of ranks
+(``primitives.fold``): deterministic, independent of buckets, equal to ``VirtualWorld`` to the bit.  All pieces of an
+exchange move at once.  A plan does not count what a transport holds besides the buffers while it reduces.  A short
 all_reduce sends whole buffers instead of pieces, (n-1) T instead of 2 T (n-1)/n, to save a round trip; the trace counts
 it as all others.
 

@@ -4,7 +4,7 @@ A process group runs what is begun in it one after the other, and a send there w
 communicator.  So each direction between two ranks has a process group of its own, of these two, and what goes to all
 ranks has one of all.  Which order of messages comes to its end then is the caller's: ``ir/pipeline_launches.py``.
 
-On a GPU nothing here stops the process: a message begins behind what its stream has been given, and ``wait`` makes the
+On a GPU nothing here stops the process: a message begins after what its stream has been given, and ``wait`` makes the
 stream wait for the message.  So memory may be used again as soon as ``wait`` has returned, also by what another rank
 has not read yet as far as this process knows.  The process waits only as a group is first used, when NCCL connects its
 two ranks; ``open_edges`` does that, in one order on all ranks.

@@ -2,7 +2,7 @@
 
 A rank that begins an exchange sends every other one a note with the address of its piece; a rank that has the note,
 and has begun the same exchange, reads the piece and sends a note that it has.  So bytes are copied once and by the rank
-that needs them, nothing is sent through the network stack, and no thread works beside the ones that compute.  Notes go
+that needs them, nothing is sent through the network stack, and no thread works besides the ones that compute.  Notes go
 through Unix sockets, where the kernel also reports when the other end is gone.
 
 Reading is done whenever a rank begins or awaits any exchange.

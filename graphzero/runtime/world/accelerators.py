@@ -1,4 +1,4 @@
-"""Kinds of devices beside the CPU that ranks can be on.  A new one is an entry of ``ACCELERATORS``."""
+"""Kinds of devices besides the CPU that ranks can be on.  A new one is an entry of ``ACCELERATORS``."""
 
 from __future__ import annotations
 

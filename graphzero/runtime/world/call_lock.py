@@ -21,7 +21,7 @@ class CallLock:
     """The lock.  An interrupt may end ``acquire`` or ``release`` anywhere; ``release`` may then be called again.
 
     It is taken and released by one operation of a dict each, so no interrupt leaves it half taken, as a lock of Python
-    beside a note of its owner would be.
+    with a note of its owner would be.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Copies between host memory and the device that run beside compute: begun at one line, awaited at another.
+"""Copies between host memory and the device that run in parallel with compute: begun at one line, awaited at another.
 
 On a GPU each direction has a stream of its own, whose copies run one after the other; on a CPU a copy is over when it
 has been begun.
@@ -23,7 +23,7 @@ from graphzero.runtime.world.mapped_file import MappedFile
 class HostCopies:
     """Copies under way between the host memory of a process and its device, by where they arrive.
 
-    files: in which host memory lies; their pages are given back behind each copy.
+    files: in which host memory lies; their pages are given back after each copy.
     rooms: the file in which activations wait, None for ordinary memory.
     """
 
@@ -33,7 +33,7 @@ class HostCopies:
         self.rooms: MappedFile | None = None
         self._streams: dict[str, Any] = {}  # by the device type to which a stream copies
         self._under_way: dict[Any, Handle] = {}
-        self._last_to_host: Any = None  # the event behind the last copy to host memory
+        self._last_to_host: Any = None  # the event after the last copy to host memory
 
     def room_for(self, offset: int, x: Tensor) -> Tensor:
         """Host memory for a tensor of the device, laid out as it is; not filled.  offset: its place in a file."""
@@ -68,7 +68,7 @@ class HostCopies:
         return self._begin_on_stream(target, source)
 
     def _begin_on_stream(self, target: Tensor, source: Tensor) -> Handle:
-        """Begin a copy on the stream of its direction, behind all that compute has been given so far."""
+        """Begin a copy on the stream of its direction, after all that compute has been given so far."""
         compute = torch.cuda.current_stream(self.device)
         if target.device.type not in self._streams:
             self._streams[target.device.type] = torch.cuda.Stream(self.device)

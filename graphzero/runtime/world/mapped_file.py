@@ -17,7 +17,7 @@ from graphzero.errors import ConfigError
 
 
 class MappedFile(mmap.mmap):
-    """A file of a fixed size, mapped into memory, in which tensors are laid out one behind the other.
+    """A file of a fixed size, mapped into memory, in which tensors are laid out one after the other.
 
     Tensors hold it; it needs no other owner.
     """

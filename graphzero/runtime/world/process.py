@@ -2,7 +2,7 @@
 
 Between CPU tensors collectives are exchanges between pairs of ranks (``p2p_collectives``): ranks of one host read
 each other's memory (``shared_memory``), others send through gloo (``gloo_transport``).  These connections belong
-to the ranks, not to a program (``communicator``): all Graphs of these ranks share them, and they are made anew after a
+to the ranks, not to a program (``communicator``): all Graphs of these ranks share them, and they are made again after a
 failure.
 
 NCCL reduces in an order that is fixed for one size on one machine, but may change with the size: repeated runs
@@ -132,7 +132,7 @@ class ProcessWorld(World):
 
     def open_messages(self, count: int, edges: Iterable[tuple[int, int]]) -> tuple[MessageTransport | None, int]:
         """The transport between members of ``pp``, from this rank's place on all other axes to the same place, and the
-        first of ``count`` numbers of messages; None in a fake world.  Every rank calls it, in front of each step.
+        first of ``count`` numbers of messages; None in a fake world.  Every rank calls it, before each step.
 
         edges: the members that send to each other, (from, to).
         """
@@ -199,8 +199,8 @@ def _shift(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Any:
     """An all-to-all that sends to the next rank alone."""
     ranks, own = dist.get_world_size(group), dist.get_rank(group)
     arrives, leaves = _as_bytes(out), _as_bytes(sent)
-    before, behind = ([leaves.numel() if q == (own + step) % ranks else 0 for q in range(ranks)] for step in (-1, 1))
-    return dist.all_to_all_single(arrives, leaves, before, behind, group=group, async_op=True)
+    before, after = ([leaves.numel() if q == (own + step) % ranks else 0 for q in range(ranks)] for step in (-1, 1))
+    return dist.all_to_all_single(arrives, leaves, before, after, group=group, async_op=True)
 
 
 COLLECTIVE_FUNCTIONS: dict[str, Callable[..., Handle]] = {

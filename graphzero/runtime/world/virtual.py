@@ -39,7 +39,7 @@ class VirtualWorld(World):
         return DONE
 
 
-# ---- one collective of one group, whose ranks stand in the axis' order
+# ---- one collective of one group, whose ranks are in the axis' order
 
 
 def _all_gather(outs: Sequence[Tensor], ins: Sequence[Tensor], reduction: str) -> None:

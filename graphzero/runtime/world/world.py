@@ -163,8 +163,8 @@ class World(ABC):
                         out.copy_(sent)
             return DONE
         if self.trace is not None:
-            first, behind = collective.sent(0, ranks)
-            line = sum(ins[0].numel() * ins[0].element_size() for _, ins in runs) // (behind - first)
+            first, after = collective.sent(0, ranks)
+            line = sum(ins[0].numel() * ins[0].element_size() for _, ins in runs) // (after - first)
             self.trace.append(Sent(kind, axis, wire_bytes(kind, collective.whole(ranks) * line, ranks)))
         begun = [
             self.begin_transfer(kind, outs, ins, axis, reduction)

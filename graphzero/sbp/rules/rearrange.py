@@ -22,7 +22,7 @@ def rot90(call: Call) -> str:
 
 @rule(overloads("block_diag"))
 def block_diag(call: Call) -> str:
-    """Between the blocks stand zeros, so that sums pass and maxima do not."""
+    """Between the blocks are zeros, so that sums pass and maxima do not."""
     return f"{'+'.join('_' * len(m.shape) for m in call.tensors)}->__"
 
 

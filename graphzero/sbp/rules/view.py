@@ -43,7 +43,7 @@ def view_line(before: Sequence[int], after: Sequence[int]) -> str | None:
 def _name_ones(
     before: Sequence[int], after: Sequence[int], left: list[str], right: list[str], names: Iterator[str]
 ) -> None:
-    """Give both sides a letter for each dim of size one that stands between the same values: one rank has them all."""
+    """Give both sides a letter for each dim of size one that is between the same values: one rank has them all."""
     for rest in (itertools.count(), itertools.count(-1, -1)):  # from the left, then from the right
         for i in rest:
             if not (-len(before) <= i < len(before) and -len(after) <= i < len(after)) or before[i] != after[i]:
@@ -96,7 +96,7 @@ def view_dtype(call: Call) -> str:
 
 @rule(overloads("unsqueeze", "unsqueeze_copy"))
 def unsqueeze(call: Call) -> str:
-    """The new dim has size one on every rank, whatever stands beside it."""
+    """The new dim has size one on every rank, whatever is next to it."""
     dims, at = letters(len(call.shape)), dim_of(call["dim"], len(call.out))
     return f"{MOVE}{''.join(dims)}->{''.join((*dims[:at], '1', *dims[at:]))}"
 

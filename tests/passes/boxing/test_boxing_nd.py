@@ -40,7 +40,7 @@ def box_of(src: Nd, dst: Nd, shape: tuple[int, ...], hierarchy: tuple[int, ...])
         f"graph g({axes}) boxed\n  x = batch() : {type_}  {given}\nforward:\n  y = box(x) : {type_}  {made}\n  return"
     )
     graph = parse(f"{text} 0\n")
-    graph.set_output([graph.node("y")], {}, {})  # behind verify: a partial value may not leave a real step
+    graph.set_output([graph.node("y")], {}, {})  # after verify: a partial value may not leave a real step
     lowered = Localize()(LowerBoxing()(graph))
     for node in lowered.nodes:
         if node.op == "call_function":

@@ -105,7 +105,7 @@ def test_a_value_is_boxed_to_one_sbp_once() -> None:
     assert len(lines(graph, "box(x)")) == 1
 
 
-def test_a_reduction_stands_behind_what_it_reduces_and_a_gather_before_its_reader() -> None:
+def test_a_reduction_stands_after_what_it_reduces_and_a_gather_before_its_reader() -> None:
     head = "x = batch() : f32[4, 6]\n  z = batch() : f32[4, 6]"
     graph = boxed("s = sum(x) : f32[]\n  c = relu(z) : f32[4, 6]\n  d = exp(c) : f32[4, 6]\n"
                   "  e = relu(s) : f32[]\n  f = sort.default(d, 0) : (f32[4, 6], i64[4, 6])\n  h = f[0] : f32[4, 6]",

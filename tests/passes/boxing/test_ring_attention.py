@@ -75,7 +75,7 @@ def test_blocks_that_go_round_are_the_same_step(axes: str, sbp: str, ranks: int,
 
 
 @pytest.mark.parametrize("more", ["None, True, 0.5", "mask, True, 0.5", "None, True, 0.5, draws, 0.4"])
-def test_behind_an_exchange_on_an_inner_axis_blocks_go_round_on_the_outer_one(more: str) -> None:
+def test_after_an_exchange_on_an_inner_axis_blocks_go_round_on_the_outer_one(more: str) -> None:
     text = layer("co=2, ci=2", "(S(2)!, S(2)!)", more)
     graph = with_rings(text, "ring exchange@ci")
     assert block_count(graph) == 2 * 2 and str(graph) == str(with_rings(text))

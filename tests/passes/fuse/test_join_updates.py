@@ -156,7 +156,7 @@ def step(between: str = "", gv: str = "gv", lr: str = "0.1", out: str = "", rank
     return STEP.format(between=between, gv=gv, lr=lr, out=out).replace("dp=2", f"dp={ranks}")
 
 
-def test_a_call_has_lists_and_its_results_are_picked_behind_it() -> None:
+def test_a_call_has_lists_and_its_results_are_picked_after_it() -> None:
     text = " ".join(str(lower(step())).split())
     assert (
         "sw = adam([w, v], [gw_b, gv_b], [wm, vm], [wv, vv], [], [n1, n1], 0.1, 0.9, 0.99, 1e-08, 0.0, "

@@ -57,7 +57,7 @@ def test_whole_matrices_are_exchanged_and_come_back_in_pieces() -> None:
 
 
 def test_what_all_chains_read_may_be_made_in_the_update_too() -> None:
-    """Here it stands between the chains, behind all that is stacked."""
+    """Here it stands between the chains, after all that is stacked."""
     shared = "  s = sum.dim_IntList(av, [0, 1]) : f32[]\n  r = exp(s) : f32[]\n"
     turned = CHAIN.replace("{0}d = div({0}, {0}n)", "{0}d = div({0}, r)")
     graph = program(shared + chains(chain=turned))
@@ -72,7 +72,7 @@ def test_the_last_value_fills_up_a_stack_that_does_not_divide_by_the_ranks() -> 
 
 
 def test_what_is_read_in_pieces_goes_in_where_it_has_fewest_bytes() -> None:
-    """Behind a cast to 16 bit, and not as both values of which it is made."""
+    """After a cast to 16 bit, and not as both values of which it is made."""
     chain = "  {0}m = mul({0}, {0}v) : f32[6, 4]\n  {0}h = _to_copy({0}m, dtype=torch.bfloat16) : bf16[6, 4]\n" + (
         "  {0}t = t({0}h) : bf16[4, 6]\n  {0}p = mm({0}h, {0}t) : bf16[6, 6]\n  {0}q = mm({0}p, {0}h) : bf16[6, 4]\n"
     )

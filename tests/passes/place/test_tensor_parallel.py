@@ -21,7 +21,7 @@ TOKENS, WIDTH, HEADS, DIM = (4, 8), 16, 4, 4
 
 
 class Block(nn.Module):
-    """Attention and MLP behind norms; ``kv`` heads of keys and values, fused in one projection or not."""
+    """Attention and MLP after norms; ``kv`` heads of keys and values, fused in one projection or not."""
 
     def __init__(self, kv: int = HEADS, fused: bool = False):
         super().__init__()

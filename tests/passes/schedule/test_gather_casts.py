@@ -1,4 +1,4 @@
-"""A cast in front of a gather is done where the gather lays a rank's piece down: the same bits, and fewer transfers."""
+"""A cast before a gather is done where the gather lays a rank's piece down: the same bits, and fewer transfers."""
 
 from __future__ import annotations
 
