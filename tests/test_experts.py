@@ -287,6 +287,30 @@ def test_products_of_every_form_are_those_of_one_rank(ops: str) -> None:
     assert_same_step(lower(text_of(ops, 1).replace("S(0)", "B")), lower(text_of(ops, 2)), rtol=1e-12, atol=1e-12)
 
 
+class JoinedWeights(torch.nn.Module):
+    """A mixture whose experts multiply by a concatenation of two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Mixture(shared=False)
+        self.halves = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+        for half, weight in zip(self.halves, self.mixture.up.detach().chunk(2, -1), strict=True):
+            half.up = torch.nn.Parameter(weight.clone())
+        del self.mixture.up
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mixture.up = torch.cat([half.up for half in self.halves], -1)
+        result = self.mixture(x[:, :WIDTH]).square().mean()
+        del self.mixture.up
+        return result
+
+
+def test_weights_that_are_computed_of_several_parameters_are_split_too() -> None:
+    torch.manual_seed(0)
+    graph = train(JoinedWeights().double(), virtual(ep=2), S(0))
+    assert graph.plan.decisions[0].startswith("experts split over ep: sums")
+
+
 def test_an_op_that_only_reads_a_shape_stays_outside() -> None:
     after = history(text_of("the shape alone", 2))["split_experts"].after
     assert [line.split(" ")[2] for line in lines(after, "= ones_like(")] == ["ones_like(y)"]

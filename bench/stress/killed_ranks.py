@@ -91,27 +91,37 @@ def bytes_of_last(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(found.glob("*.safetensors"))}
 
 
-def disturbed(folder: Path, whole: Run, kills: int, chance: random.Random) -> tuple[int, str]:
-    """One run like ``whole`` of which up to so many ranks are killed; how many were, and what it printed."""
+def disturbed(folder: Path, whole: Run, kills: int, chance: random.Random, saved: int = 0) -> tuple[int, str]:
+    """One run like ``whole`` of which up to so many ranks are killed; how many were, and what it printed.
+
+    saved: steps of which there is a checkpoint before a rank is killed, at once; 0: it is killed at any time.
+    """
     run, done = Run(folder, whole.count, whole.stage, restarts=kills), 0
     while done < kills and run.process.poll() is None:
-        time.sleep(chance.uniform(0, whole.seconds))
+        if saved and not run.saved(saved):
+            time.sleep(0.02)
+            continue
+        time.sleep(0 if saved else chance.uniform(0, whole.seconds))
         done += run.kill_one(chance)
     return done, run.end()
 
 
-def check_kills(where: Path, whole: Run, kills: int, seed: int) -> None:
-    """Kill so many ranks; raises AssertionError where a run ends otherwise than ``whole``, which was undisturbed."""
+def check_kills(where: Path, whole: Run, kills: int, seed: int, saved: int = 0) -> None:
+    """Kill so many ranks; raises AssertionError where a run ends otherwise than ``whole``, which was undisturbed.
+
+    saved: see ``disturbed``; such a run has to go on from that step or a later one.
+    """
     wanted, files = losses(whole.output.read_text()), bytes_of_last(whole.folder)
     print(f"undisturbed: {whole.seconds:.1f} s, last loss {max(wanted.items())[1]:.12g}", flush=True)
     chance, done, runs = random.Random(seed), 0, 0
     while done < kills:
         folder, runs, begun = where / f"killed-{runs}", runs + 1, time.monotonic()
-        now, text = disturbed(folder, whole, kills - done, chance)
+        now, text = disturbed(folder, whole, kills - done, chance, saved)
         found = losses(text)
         assert found == {step: wanted[step] for step in found} and max(found) == max(wanted), f"{folder}:\n{text}"
         assert bytes_of_last(folder) == files, f"{folder}: the last checkpoint differs"
         resumed = [int(step) for step in re.findall(r"goes on from step (\d+)", text)]
+        assert not (saved and now) or max(resumed, default=0) >= saved, f"{folder} did not go on:\n{text}"
         done += now
         took = f"{time.monotonic() - begun:.1f} s, {now} killed, went on from steps {resumed}"
         print(f"run {runs}: {took}; losses and last checkpoint equal", flush=True)

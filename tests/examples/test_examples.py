@@ -169,7 +169,6 @@ def test_tensor_parallelism_with_zero_trains_as_plain_pytorch(along):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_three_dimensions_train_as_plain_pytorch(tmp_path):
     small = ("--steps", "2", "--schedule", "zb1p", "--stage", "3")
     output = forked(tmp_path, 0, "three_dimensions.py", *small)

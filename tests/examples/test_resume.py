@@ -23,7 +23,7 @@ def whole(tmp_path_factory):
 
 
 def test_with_a_rank_killed_a_run_ends_as_an_undisturbed_one(whole, tmp_path):
-    check_kills(tmp_path, whole, kills=1, seed=0)
+    check_kills(tmp_path, whole, kills=1, seed=0, saved=8)
 
 
 @pytest.mark.skipif(not hosts.allowed(), reason="this user may not make network namespaces")

@@ -174,8 +174,8 @@ class ExpertWays:
     def _module(self) -> str:
         """The path of the module whose weights they are, of the first of them."""
         x = next(iter(self._stacked))
-        while x.op != "placeholder":
-            x = value.operand(x)
+        while x.all_input_nodes:
+            x = x.all_input_nodes[0]
         path = role.of if (role := value.role_of(x)) is not None else x.name
         return path.rpartition(".")[0] or path
 
