@@ -25,14 +25,14 @@ def tolerance(graph: StepGraph, is_wide: bool) -> float:
 
 
 def difference(wanted: Any, actual: Any) -> float:
-    """The largest difference of two elements, relative to the largest element wanted; inf where they cannot compare."""
+    """The largest difference of two elements, relative to the largest expected one; inf where they cannot compare."""
     if not isinstance(wanted, Tensor) or not isinstance(actual, Tensor):
         return 0.0 if _number(wanted) == _number(actual) else math.inf
     return _gap(wanted, actual) / _scale(wanted)
 
 
 def held_difference(wanted: RankValues, actual: RankValues) -> float:
-    """The same for values that ranks hold: the whole, and each rank's part against its part of the wanted value."""
+    """The same for values that ranks hold: the whole, and each rank's part against its part of the expected value."""
     whole = wanted.whole()
     if not isinstance(whole, Tensor) or not actual.nd or actual.is_partial:
         return difference(whole, actual.whole())

@@ -133,5 +133,5 @@ def _values(start: StepStart, prepared: PreparedCall, leaves: dict[str, Any], co
 
 
 def _is_counter(x: Any) -> bool:
-    """A count of steps stays as it is: torch's fused kernels want it in float32."""
+    """A count of steps stays as it is: torch's fused kernels need it in float32."""
     return isinstance(x, Tensor) and x.dim() == 0 and not isinstance(x, DTensor)

@@ -23,7 +23,7 @@ from graphzero.sbp.types import B, S, Sbp, partial
 
 @dataclass(frozen=True)
 class Cut:
-    """Cuts of dims for which signatures are wanted.
+    """Cuts of dims for which signatures are needed.
 
     ranks: splits that these would not cut alike are left out; None takes sizes to divide.
     pieces: into how many a dim is cut by all axes, none of which may be empty where that matters; by default ``ranks``.
@@ -212,7 +212,7 @@ def _candidates(bound: _Bound, cut: Cut, nonempty: bool) -> Iterator[Candidate]:
 
 
 def _sections(bound: _Bound, label: str, wanted: Collection[int]) -> list[int]:
-    """Numbers of sections in which a label may be split, 1 first, so that some dim that contains it has a wanted
+    """Numbers of sections in which a label may be split, 1 first, so that some dim that contains it has a needed
     number."""
     before = {places[label][1] for places in (*bound.inputs, *bound.outputs) if label in places}
     inner = {count // b for count in wanted for b in before if count % b == 0} - {1}

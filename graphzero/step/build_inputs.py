@@ -182,7 +182,7 @@ def _checked_object(name: str, raw: Any) -> Any:
 
 
 def check_kind(name: str, raw: Tensor) -> None:
-    """Refuse what is not a dense tensor of numbers, or wants a gradient."""
+    """Refuse what is not a dense tensor of numbers, or requires a gradient."""
     if raw.requires_grad:
         raise CaptureError(
             f"input {name} ({tensor_text(raw)}) requires grad; a Graph puts gradients into no input. Pass "

@@ -162,7 +162,7 @@ def test_the_shape_of_what_has_views_and_wants_a_gradient_is_not_changed_in_plac
         loss.backward()
         return loss
 
-    with pytest.raises(CaptureError, match="shape of a tensor that has views and wants a gradient in place: t_"):
+    with pytest.raises(CaptureError, match="shape of a tensor that has views and requires a gradient in place: t_"):
         Program(Owner(build, model=Model()), [], (torch.zeros(3),))
 
 

@@ -1,6 +1,6 @@
 """``scaled_dot_product_attention`` becomes the op ``graphzero.ops.attention``.
 
-One op with one rule on every device; what the op does not do (a mask that wants a gradient, other than four dims) is
+One op with one rule on every device; what the op does not do (a mask that requires a gradient, other than four dims) is
 written out as matrix products and a softmax.
 """
 

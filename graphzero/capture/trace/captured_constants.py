@@ -80,7 +80,7 @@ class CapturedConstants:
     # ---- ops
 
     def check(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Refuse a write to a free tensor or to shared elements, and a use of a free one that wants a gradient."""
+        """Refuse a write to a free tensor or to shared elements, and a use of a free one that requires a gradient."""
         if func is _LIFT:  # what torch.tensor has made just now
             return
         for x in _tensors((*args, *kwargs.values())):

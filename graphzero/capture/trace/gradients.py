@@ -98,7 +98,7 @@ class GradientRecorder:
     # ---- backward()
 
     def _begins(self, autograd: Any, params: Mapping[str, nn.Parameter]) -> Callable[..., None]:
-        """``loss.backward()`` and ``torch.autograd.backward(loss)`` as the step wants them."""
+        """``loss.backward()`` and ``torch.autograd.backward(loss)`` as the step needs them."""
 
         @of_masters
         def begin(losses: Any, *args: Any, **kwargs: Any) -> None:

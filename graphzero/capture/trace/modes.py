@@ -265,7 +265,7 @@ class OpMode(TorchDispatchMode):
         views = [view for view in self.views.get(_compat.storage_id(x), []) if view is not x]
         if stays is None and not (x.requires_grad and views):
             return
-        of = stays or "a tensor that has views and wants a gradient"
+        of = stays or "a tensor that has views and requires a gradient"
         raise problem_here(f"build changes the shape of {of} in place: {how}", _SHAPE_HINT, self.build)
 
     def _check_product(self, func: Any, args: Any) -> None:

@@ -1,7 +1,7 @@
 """Reading the chunks of stored tensors that a rank holds, straight to where they belong.
 
-Bytes that are in a file as they are wanted are read to their place.  Others go through a buffer: so many rows as fit,
-and of a row that is too large only the wanted part.
+Bytes that are in a file as they are needed are read to their place.  Others go through a buffer: so many rows as fit,
+and of a row that is too large only the needed part.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def chunk_ranges(
 
 
 class _RowBuffer:
-    """A buffer for whole rows, of which a chunk is wanted."""
+    """A buffer for whole rows, of which a chunk is needed."""
 
     def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...], chunk: Chunk, into: Tensor) -> None:
         self._dtype, self._sizes, self._chunk, self._into = dtype, sizes, chunk, into

@@ -1,4 +1,4 @@
-"""Reading byte ranges of a file in one pass from its beginning to its end, to all places where they are wanted.
+"""Reading byte ranges of a file in one pass from its beginning to its end, to all places where they are needed.
 
 Blocks are compared with their checksums while they are read: run by run, so that the bytes that have come are summed
 while they are near the processor.  A large range is read straight to where it belongs.
@@ -25,7 +25,7 @@ _READ_AHEAD = 2  # blocks that the system is told of before they are read
 
 @dataclass
 class ByteRange:
-    """Bytes of a file, at least one, that are wanted.
+    """Bytes of a file, at least one, that are needed.
 
     name: of the tensor.  start: of the first byte, in the file.  allocate: makes the memory for them, just before they
     are read.  done: called when they are there.

@@ -148,7 +148,7 @@ def load_optimizer(
 
 
 def _state_value(given: Any, current: Any, nd: Nd | None, state: State) -> Any:
-    """A state as the optimizer keeps it: split like the current one, or as the compiled program wants it."""
+    """A state as the optimizer keeps it: split like the current one, or as the compiled program needs it."""
     if not isinstance(given, Tensor):
         return copy.deepcopy(given)
     if given is current:

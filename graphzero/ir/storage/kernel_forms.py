@@ -186,7 +186,7 @@ def in_place_form(target: Any) -> torch._ops.OpOverload | None:
 
 
 def _takes(op: torch._ops.OpOverload, given: list[Any], wanted: list[Any]) -> bool:
-    """Return whether the arguments fit: the same kinds, or a tensor where a number is wanted and ``op`` converts it."""
+    """Return whether the arguments fit: the same kinds, or a tensor where a number is needed and ``op`` converts it."""
     if len(given) != len(wanted):
         return False
     makes = _compat.makes_tensors_of_numbers(op)

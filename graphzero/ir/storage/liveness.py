@@ -272,7 +272,7 @@ def liveness(graph: StepGraph) -> Liveness:
 
 
 def _is_read(node: fx.Node, user: fx.Node) -> bool:
-    """Return whether ``user`` wants what was in the storage of ``node`` before any assign."""
+    """Return whether ``user`` needs what was in the storage of ``node`` before any assign."""
     if user.target in ops.ASSIGNING:
         return user.args[1] is node
     return node.target not in (ops.assign, ops.to_host_wait) or user.op != "output"

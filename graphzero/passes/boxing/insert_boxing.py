@@ -1,4 +1,4 @@
-"""InsertBoxing: an explicit ``box`` wherever a reader wants a value in another SBP than it has.
+"""InsertBoxing: an explicit ``box`` wherever a reader needs a value in another SBP than it has.
 
 The only pass that moves data between ranks decides nothing here: SBPs say what each op makes, rules say what it
 must read for that.  A value is boxed to one SBP once.  A reduction comes right after what it reduces, a gather
@@ -116,7 +116,7 @@ class _Boxes:
 
 
 def _shows_another(node: fx.Node, want: Nd) -> bool:
-    """Return whether ``node`` is a view that is wanted gathered: the gather may as well be of what it is a view of."""
+    """Return whether ``node`` is a view that is needed gathered: the gather may as well be of what it is a view of."""
     if not is_whole_view(node.target) or value.role_of(node) is not None or value.phase_of(node) == "update":
         return False
     return all(h is w or (h.is_split and w is B) for h, w in zip(value.nd_of(node), want, strict=True))

@@ -1,4 +1,4 @@
-"""The choice among the ways of an attention over a split sequence: what is wanted on an axis, else what costs least.
+"""The choice among the ways of an attention over a split sequence: what is needed on an axis, else what costs least.
 
 Ways in text: ``exchange``, or with others on some axes, ``gather exchange@cp``.
 """

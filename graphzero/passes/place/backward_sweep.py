@@ -2,7 +2,7 @@
 
 A value that all its readers cut in one way is made cut, if that costs nothing: a whole one by ops on pieces of whole
 operands, a partial one by reducing and scattering, or gathering, its operands instead of itself where that is fewer
-bytes: an operand is wanted in pieces by another reader anyway, or is small, as what a table's gradient is made of.
+bytes: an operand is needed in pieces by another reader anyway, or is small, as what a table's gradient is made of.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Way:
 
 
 def _wanted(state: AxisPropagation, node: fx.Node) -> Sbp | None:
-    """The split in which every reader wants a value that is whole or partial, if there is one."""
+    """The split in which every reader needs a value that is whole or partial, if there is one."""
     have = state.sbp(node)
     if have.is_split or state.pinned(node) is not None or (state.is_data and _is_wide_gradient(node)):
         return None

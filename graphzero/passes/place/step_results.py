@@ -1,4 +1,4 @@
-"""Readers of values when the step ends, and the SBP in which each wants a value."""
+"""Readers of values when the step ends, and the SBP in which each needs a value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StepResults:
         self.aux = set(graph.aux.values())
 
     def wants(self, node: fx.Node, axis: int, have: Sbp) -> set[Sbp]:
-        """A state wants its own SBP; a batch-split output stays split, what else is returned is whole."""
+        """A state needs its own SBP; a batch-split output stays split, what else is returned is whole."""
         wants = {value.nd_of(old)[axis] for old in self.replaced.get(node, ())}
         if node in self.returned:
             wants.add(output_sbp(self.graph, node, axis, have))

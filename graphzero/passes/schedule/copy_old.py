@@ -1,4 +1,4 @@
-"""CopyOld: what lives in a storage that the step writes over, and is wanted beyond that, is copied.
+"""CopyOld: what lives in a storage that the step writes over, and is needed beyond that, is copied.
 
 That is: what build returns of a state (it is the state before the step), and a new state that is another state's
 old value or a view of its own.  Then the order of writes does not matter.

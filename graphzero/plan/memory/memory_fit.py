@@ -120,7 +120,7 @@ class MemoryFit:
         if program.peak <= budget:
             best = self._filled(budget, program)
         else:
-            best = self._keeping(self.pairs)  # gathers in backward may want larger slots than all others
+            best = self._keeping(self.pairs)  # gathers in backward may need larger slots than all others
             if best.peak > budget:
                 return program
         sizes = param_bytes(best.graph)

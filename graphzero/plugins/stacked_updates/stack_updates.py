@@ -207,7 +207,7 @@ class _Stack:
         return node
 
     def _wanted(self, result: fx.Node) -> list[Sbp]:
-        """SBPs in which readers of a result want it on each axis, as dims of a stack: in pieces of one kind, or
+        """SBPs in which readers of a result need it on each axis, as dims of a stack: in pieces of one kind, or
         whole."""
         readers = [user for user in result.users if user not in self.chains[0].nodes]
         sbps = []

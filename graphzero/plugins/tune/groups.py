@@ -6,7 +6,7 @@ as far as it goes, by the rules of the ops it meets and by nothing else: no name
 every reader until a sum makes it partial, and up through every operand that an op needs split likewise, until it comes
 to weights, or to a value that only whole ones make, of which each rank takes its piece.
 
-What one such group saves and sends is estimated here, to choose among groups that want one weight split differently;
+What one such group saves and sends is estimated here, to choose among groups that need one weight split differently;
 the plan of the program judges what is chosen (``proposal``).
 """
 

@@ -1,6 +1,6 @@
 """Splits of weights for an axis: which of the groups are worth it, judged by the programs that they make.
 
-Groups of one kind, those of the layers of a stack, stand or fall together.  Of kinds that want one weight split in
+Groups of one kind, those of the layers of a stack, stand or fall together.  Of kinds that need one weight split in
 different ways, those are tried that promise most together.  Each is put into the step and the step compiled: it stays
 if the modelled step is shorter for it.
 """

@@ -74,7 +74,7 @@ def _grid_text(axes: Axes) -> str:
 class Search:
     """Prices layouts of a step on a device.  grids: axes of placements.
 
-    top: how many are wanted.  seconds: of the processor, in which the search begins to price others.
+    top: how many are needed.  seconds: of the processor, in which the search begins to price others.
     report: called for each price.
     """
 

@@ -1,19 +1,20 @@
-"""Regions: stretches of compute that become one compiled call each, and a program with those calls in it.
+"""Regions: stretches of compute that are compiled to one call each.
 
-Here is only what goes together; how a region is compiled is ``inductor``.
+This module decides which ops form a region; ``inductor`` compiles it.
 
-A region is everything computed between two things that it must not hold: collectives, writes into states, and ops that
-that gain nothing from a compiler (``COMPILED`` lists those that do).  Cutting the program at every such op would
-leave slivers, for a backward launches a reduction wherever a bucket is full.  So a region goes on past them:
+A region ends at ops that it must not contain: collectives, writes to states, and ops that gain nothing from a compiler
+(``COMPILED`` lists those that do).  Ending it at every such op would leave very small regions, because backward
+launches a reduction whenever a bucket is full.  So these ops are moved before or after the region where that is legal:
 
-* what does not read the region runs before it; but ``wait`` stays behind, where it waits less, and so does the update;
-* what reads the region, or something that is after it, runs after it, and the region goes on with ops that read
-  neither.  It ends with the first op that does.
-* It ends, too, at a check that is after it, for what follows may count on what is checked; and when a launch that
-  is after it has been kept for a ``LAG``-th of the program's work: a transfer that begins late ends late.
+* An op that does not read the region's results runs before it.  ``wait`` and the ops of the update run after it, so
+  that ``wait`` blocks for less time.
+* An op that reads the region's results, or the result of an op that runs after the region, runs after it.  The region
+  ends at the first op that could be compiled and depends on one of these.
+* The region also ends at a check that runs after it, since later ops may rely on what is checked, and when a launch
+  has been delayed by more than one ``LAG``-th of the program's work: a transfer that begins late ends late.
 
-Collectives keep their order, a storage is written after its readers, and results that the InPlace pass puts into the
-room of a temporary get rooms from the compiler.  Values that only the region reads are not made at all.
+Collectives keep their order, and a storage is written after its readers.  Results that the InPlace pass puts into the
+storage of a temporary get storage from the compiler.  Values that only the region reads are not materialized.
 """
 
 from __future__ import annotations
@@ -84,11 +85,11 @@ def form(graph: StepGraph) -> list[fx.Node | Region]:
     """The ops of a program in the order in which they are to run, what is compiled together joined."""
     left: set[fx.Node] = set()
     while True:
-        former = _Former(graph, left)
+        former = _RegionFormer(graph, left)
         regions = former.form()
-        if not former.slight:
+        if not former.too_small:
             return regions
-        left |= former.slight
+        left |= former.too_small
 
 
 def compiles(node: fx.Node, device_type: str) -> bool:
@@ -148,24 +149,24 @@ def _tensor_types(node: fx.Node) -> list[value.TensorType]:
 
 
 @dataclass
-class _Open:
-    """A region in the making, and what is to run after it."""
+class _OpenRegion:
+    """A region that is being formed, and the ops that will run after it."""
 
     nodes: dict[fx.Node, None] = field(default_factory=dict)
     after: dict[fx.Node, None] = field(default_factory=dict)
-    lag: float | None = None  # work since a launch was put there
+    lag: float | None = None  # work since a launch was put after the region
 
 
-class _Former:
-    """One walk over the program. slight: ops of regions that were too small, which another walk leaves out."""
+class _RegionFormer:
+    """One walk over the program.  too_small: ops of regions with too few ops, which the next walk leaves out."""
 
     def __init__(self, graph: StepGraph, outside: Collection[fx.Node]) -> None:
         self.graph, self.outside = graph, outside
         self.at = liveness(graph)
-        self.slight: set[fx.Node] = set()
+        self.too_small: set[fx.Node] = set()
         self._done: list[fx.Node | Region] = []
-        self._placed: set[fx.Node] = set()  # ahead of where they are
-        self._open = _Open()
+        self._placed: set[fx.Node] = set()  # earlier than in the program
+        self._open = _OpenRegion()
         self._longest = max(sum(map(work, graph.nodes)) / LAG, LEAST)
 
     def form(self) -> list[fx.Node | Region]:
@@ -191,19 +192,19 @@ class _Former:
     def _place(self, node: fx.Node, orders: Iterable[fx.Node]) -> None:
         if node in self._placed:
             return
-        taken, opened = self._takes(node), self._open
+        taken, region = self._takes(node), self._open
         waits_for = (*(read_by(node) if taken else node.all_input_nodes), *orders)
-        hangs = any(other in opened.after for other in waits_for)
-        reads = any(other in opened.nodes for other in waits_for)
-        if taken and not is_name_or_view(node) and (hangs or (opened.lag or 0) > self._longest):
+        depends_on_later = any(other in region.after for other in waits_for)
+        reads = any(other in region.nodes for other in waits_for)
+        if taken and not is_name_or_view(node) and (depends_on_later or (region.lag or 0) > self._longest):
             self._close()
             self._place(node, orders)
-        elif hangs:
+        elif depends_on_later:
             self._put_after(node)
         elif reads and is_named(node) or taken:
-            opened.nodes[node] = None
-            opened.lag = None if opened.lag is None else opened.lag + work(node)
-        elif reads or (opened.nodes and (node.target is ops.wait or value.phase_of(node) == "update")):
+            region.nodes[node] = None
+            region.lag = None if region.lag is None else region.lag + work(node)
+        elif reads or (region.nodes and (node.target is ops.wait or value.phase_of(node) == "update")):
             self._put_after(node)
         else:
             self._done.append(node)
@@ -217,32 +218,32 @@ class _Former:
 
     def _close(self) -> None:
         """End the region; views that are after it begin the next one, unless something before that reads them."""
-        opened, self._open = self._open, _Open()
-        self._pick_all(opened)
-        edge = _views_at_the_edge(opened.nodes)
+        region, self._open = self._open, _OpenRegion()
+        self._pick_all(region)
+        edge = _views_at_the_edge(region.nodes)
         self._done += edge
-        inside = [node for node in opened.nodes if node not in edge]
+        inside = [node for node in region.nodes if node not in edge]
         if sum(map(is_fusible, inside)) >= FEWEST:
             self._done.append(region_of(inside))
         else:
-            self.slight.update(node for node in inside if not is_name_or_view(node))
+            self.too_small.update(node for node in inside if not is_name_or_view(node))
             self._done += inside
-        for node in reversed(opened.after):
-            if self._takes(node) and is_name_or_view(node) and all(self._is_free(user, opened) for user in node.users):
+        for node in reversed(region.after):
+            if self._takes(node) and is_name_or_view(node) and all(self._is_free(user, region) for user in node.users):
                 self._open.nodes[node] = None
         self._open.nodes = dict.fromkeys(reversed(self._open.nodes))
-        self._done += [node for node in opened.after if node not in self._open.nodes]
+        self._done += [node for node in region.after if node not in self._open.nodes]
 
-    def _pick_all(self, opened: _Open) -> None:
+    def _pick_all(self, region: _OpenRegion) -> None:
         """Add the nodes that select a result of a region's op to the region, also where other ops are between the
         two."""
-        for node in [node for node in opened.nodes if value.is_multi(node)]:
+        for node in [node for node in region.nodes if value.is_multi(node)]:
             for user in node.users:
-                if user.target is operator.getitem and user not in opened.nodes and user not in opened.after:
-                    opened.nodes[user] = None
+                if user.target is operator.getitem and user not in region.nodes and user not in region.after:
+                    region.nodes[user] = None
                     self._placed.add(user)
 
-    def _is_free(self, user: fx.Node, closed: _Open) -> bool:
+    def _is_free(self, user: fx.Node, closed: _OpenRegion) -> bool:
         return user not in closed.after or user in self._open.nodes
 
 

@@ -99,7 +99,7 @@ _RATE = 6  # index of the rate among their arguments, which torch's fused kernel
 
 
 def constants(graph: StepGraph) -> dict[str, fx.Node | None]:
-    """Host numbers that ops read, by name: the first op that wants it as a constant, or None for a number to be fed."""
+    """Host numbers that ops read, by name: the first op that needs it as a constant, or None for a number to be fed."""
     first_reader: dict[str, fx.Node | None] = {}
     for node in graph.nodes:
         if node.op == "call_function" and not value.is_scalar(node):

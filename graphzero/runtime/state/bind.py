@@ -1,4 +1,4 @@
-"""Binding: the tensors behind a program's placeholders, laid out as it wants them, with rank 0's values.
+"""Binding: the tensors behind a program's placeholders, laid out as it needs them, with rank 0's values.
 
 New tensors are put wherever the user holds the old ones, so that these stay the only truth.  How one tensor is laid
 out is ``storage``'s; what is known of the user's tensors between calls is ``state``'s.

@@ -86,7 +86,7 @@ def check_apart(tensors: Mapping[str, Tensor], written: Iterable[str]) -> None:
 
 
 def check_trained_apart(entries: Iterable[ModuleTensor]) -> None:
-    """``check_apart`` for parameters and buffers of which those are written that want a gradient."""
+    """``check_apart`` for parameters and buffers of which those are written that require a gradient."""
     by_name = {name_of_tensor(entry): entry.tensor for entry in entries}
     check_apart(by_name, [name for name, x in by_name.items() if x.requires_grad])
 

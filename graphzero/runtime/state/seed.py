@@ -1,7 +1,7 @@
 """The random draws of a Graph: a stream of keys, one a step.
 
 A draw is a function of (key, op, global index of the element), see ``graphzero.ops``; the key is a function of
-(seed, step).  The seed is itself drawn from torch's generator when the first step wants it, so that
+(seed, step).  The seed is itself drawn from torch's generator when the first step needs it, so that
 ``torch.manual_seed`` before it decides everything, and two Graphs do not draw the same.
 """
 

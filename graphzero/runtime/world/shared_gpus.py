@@ -90,7 +90,7 @@ def check_shared_gpus(device_type: str, gpus: Mapping[int, str]) -> None:
     version, settings = _compat.nccl_version(), " ".join(f"{name}={text}" for name, text in SETTINGS.items())
     given = f"this is {'.'.join(map(str, version))}" if version else "this torch has none"
     raise PlacementError(
-        f"{rank_list(sharing)} are on one GPU, and NCCL wants one for each\n  Start fewer processes per machine; or, "
+        f"{rank_list(sharing)} are on one GPU, and NCCL needs one for each\n  Start fewer processes per machine; or, "
         "with your own process group, call torch.cuda.set_device with another number in each; or run all ranks on "
         f'one GPU in one process: gz.placement("{device_type}", ranks, virtual=True). NCCL 2.30 and newer lets ranks '
         f"share a GPU, slowly, with {settings} in the environment of all; {given}"

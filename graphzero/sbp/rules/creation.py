@@ -51,4 +51,4 @@ def new_strided(call: Call) -> str:
 
 @rule(overloads(B_ONLY))
 def broadcast_only(call: Call) -> None:
-    """A value depends on its place: B, and sliced where a piece is wanted."""
+    """A value depends on its place: B, and sliced where a piece is needed."""
