@@ -1,6 +1,7 @@
 """Plans of large steps, without ranks.
 
     python bench/plans.py passes           # the passes of examples/passes, float32 parameters; --amp: bfloat16
+    python bench/plans.py paper            # the ZeRO paper's model of 7.5 billion parameters; --layers 2: quickly
     python bench/plans.py pipelines        # Llama 3 70B on 512 ranks, pp 8 x dp 8 x tp 8: 40 minutes
     python bench/plans.py sequences        # Llama 3 8B and sequences of 131,072 tokens on 64 ranks
     python bench/plans.py experts          # a layer of Qwen3-30B-A3B on 8 ranks; --ways: on 64 data ranks
@@ -10,11 +11,12 @@ processor's.  The last line says the most memory that the process had.  The figu
 subjects.
 
 passes: twelve transformer MLP blocks of width 1024 (101 million parameters) at stage 3, on 2 nodes of 8 ranks, with
-AdamW; bytes sent by axis and phase, bytes held.
+AdamW; bytes sent by axis and phase, bytes held.  paper: a GPT of 7.46 billion parameters on 64 ranks, Adam: for each
+stage ``plan.memory.model_state``, the closed form of the ZeRO paper (arXiv 1910.02054), and the paper's Figure 1.
 
 The others are in bfloat16 under float32 masters, with AdamW.  pipelines: 32 micro-batches of one sequence of 8,192
 tokens on each data rank, clipping; "bubble" is that of the schedule by planned seconds of an H100, "sent" what one rank
-of the fullest member sends in a step, and along pp beside it.  ``--zero 3 --schedule 1f1b --budget 72GB`` says what a
+of the fullest member sends in a step, and along pp next to it.  ``--zero 3 --schedule 1f1b --budget 72GB`` says what a
 budget makes of it.  sequences: one on each data rank, cut over the axis cp, clipping, each layer computed again in
 backward, ZeRO over both axes; GB of a rank at the peak, and sent in a step for attention, of parameters and of
 gradients.  The first row of a placement has the seconds of tracing too.  experts: one sequence of ``--tokens`` in all
@@ -42,6 +44,7 @@ from parity import TrainGraph
 from peers import name_of_way
 from torch import Tensor, nn
 from torch.optim import AdamW
+from workloads import GPT, Shape
 
 import graphzero as gz
 from graphzero.cli.plan import size_of
@@ -125,6 +128,37 @@ def row_of_passes(name: str, passes: list[object], amp: bool) -> list[str]:
 
 def megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:.1f}"
+
+
+# ---- the ZeRO paper
+
+RANKS = 64
+FIGURE = (120.0, 31.4, 16.6, 1.9)  # GB, by stage, for 7.5 billion parameters
+
+
+def show_paper(options: argparse.Namespace) -> None:
+    shape = Shape(vocabulary=50257, width=4096, layers=options.layers or 36, heads=32, batch=1, context=1024, tied=True)
+    head = ["stage", "plan, GB", "closed form", "paper", "seconds"]
+    print_head(head)
+    with gz.testing.fake_world(RANKS):
+        with torch.device("meta"):
+            model, x = GPT(shape), torch.empty(1, shape.context, dtype=torch.long)
+        graph = TrainGraph(model, torch.optim.Adam(model.parameters(), lr=1e-4))
+        graph.config.enable_amp()
+        parameters = sum(p.numel() for p in model.parameters())
+        for stage in range(4):
+            graph.config.enable_zero(stage > 0, stage=stage or 2)
+            started = time.process_time()
+            state = graph.compile(x, x).plan.memory.model_state
+            form = closed_form(parameters, RANKS, stage)
+            seconds = time.process_time() - started
+            print_row(head, [stage, f"{state / 1e9:.2f}", f"{form / 1e9:.2f}", FIGURE[stage], f"{seconds:.0f}"])
+
+
+def closed_form(parameters: float, ranks: int, stage: int) -> float:
+    """Bytes of model states: 2 for 16-bit parameters, 2 for their gradients, 12 for Adam's states and the masters."""
+    split = [1 if stage < 3 else ranks, 1 if stage < 2 else ranks, 1 if stage < 1 else ranks]
+    return sum(bytes_ * parameters / n for bytes_, n in zip((2, 2, 12), split, strict=True))
 
 
 # ---- pipelines
@@ -302,7 +336,8 @@ def bytes_of_model(
 # ---- the command
 
 SUBJECTS = {
-    "passes": show_passes, "pipelines": show_pipelines, "sequences": show_sequences, "experts": show_experts,
+    "passes": show_passes, "paper": show_paper, "pipelines": show_pipelines, "sequences": show_sequences,
+    "experts": show_experts,
 }  # fmt: skip
 
 
