@@ -464,5 +464,5 @@ def test_what_is_repeated_stands_together():
     program = graph.history[-1].after
     inside = [n for n in program.nodes if value.repeats_of(n)]
     inside[len(inside) // 2].meta["repeat"] = 2
-    with pytest.raises(gz.VerifyError, match="not as often"):
+    with pytest.raises(gz.VerifyError, match="not repeated as often"):
         verify(program)

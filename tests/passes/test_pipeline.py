@@ -302,7 +302,7 @@ def test_a_users_pass_follows_the_one_it_names_or_the_place_where_that_would_be(
     own = [(ahead, "zero"), (behind, "ahead"), (third, "zero"), (third, "third")]
     for stage in (0, 2):
         found = names(default_passes(Options(stage=stage), own))
-        assert found[: found.index("stack_updates")][-4:] == ["ahead", "after", "third", "third"]
+        assert found[: found.index("stack_updates")][-4:] == ["ahead", "behind", "third", "third"]
 
 
 def test_a_pass_stands_in_a_room_in_a_file_of_its_name() -> None:

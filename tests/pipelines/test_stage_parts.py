@@ -194,7 +194,7 @@ def test_settings_are_refused_where_they_are_set() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             wrong()
-    with pytest.raises(gz.SbpError, match="S\\(0\\) along pp, whose members have stages"):
+    with pytest.raises(gz.SbpError, match="S\\(0\\) along pp, whose members have different stages"):
         gz.to_global(module.up.weight, placement=graph.placement, sbp=(gz.sbp.S(0), gz.sbp.B))
     graph.config.set_stage(nn.Linear(2, 2), 0)
     with pytest.raises(ConfigError, match="that module is in no attribute of the Graph"):
