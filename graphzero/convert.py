@@ -194,7 +194,7 @@ def _redistributed(x: DTensor, placement: Placement | DeviceMesh | None, sbp: Wa
             f"({_text(nd)}); make a partial from the ranks' own: gz.to_global(local, placement, sbp)"
         )
     if before == nd or is_whole(before) and nd_here(x, where) is not None:
-        return relocate(x, where, nd)  # this rank needs nobody
+        return relocate(x, where, nd)  # this rank needs no other rank
     ranks = Ranks(where, "DTensor")
     with ranks.together("to_global of a DTensor"):
         text = f"{describe_distribution(x, where)} to {_text(nd)}"

@@ -99,7 +99,7 @@ def nccl_version() -> tuple[int, ...]:
 def break_gloo(group: Any) -> None:
     """Close all connections of ``gloo``: who waits for this process, now or later, gets a RuntimeError.
 
-    gloo does that when a receive that nobody has a send for runs out of time.
+    gloo does that when a receive that nothing has a send for runs out of time.
     """
     for other in range(group.size()):
         if other != group.rank():

@@ -22,7 +22,7 @@ from graphzero.checkpoint.snapshot import CheckpointSnapshot
 from graphzero.errors import CheckpointError
 from graphzero.runtime.world.consensus import Ranks, Topic
 
-PATIENCE = 600.0  # seconds that a rank waits while nobody writes
+PATIENCE = 600.0  # seconds that a rank waits while nothing writes
 HINT = "Every rank must save the same: give all of them one path and extra"
 _BEGIN = Topic("gz.save of {}, begun", "the folder of the checkpoint", HINT)
 _PARTS = Topic("gz.save of {}, written", "its part of the checkpoint", HINT)

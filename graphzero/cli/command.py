@@ -6,7 +6,7 @@
 
 and the commands of plug-ins, see ``graphzero.extensions``.  What a FACTORY is says ``factory``.  Exit status: 0; 1
 where the answer is no: a law is broken, a step cannot be captured; 2 for a wrong command or wrong input, and where the
-output cannot be written; 130 after Ctrl-C, 141 where nobody reads the output any more, as shells number these.
+output cannot be written; 130 after Ctrl-C, 141 where the output is no longer read, as shells number these.
 """
 
 from __future__ import annotations

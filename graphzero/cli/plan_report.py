@@ -62,7 +62,7 @@ def _messages(plan: PipelinePlan, placement: Placement, device: Device) -> Itera
 class StagePlan:
     """One stage of ZeRO: bytes and collectives, seconds, what weighs most at the peak, and the ranks that would fit.
 
-    least: None where nobody asked.  pieces: bytes of the peak that ranks share along the first data axis.
+    least: None where it was not asked for.  pieces: bytes of the peak that ranks share along the first data axis.
     """
 
     stage: int

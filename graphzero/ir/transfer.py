@@ -71,7 +71,7 @@ class Transfer:
         """Whether it is a bucket of one member that moves without a slot.
 
         A gather arrives in the storage of its result, a reduce-scatter leaves from the storage of its operand, an
-        all-reduce works in it: from the launch on the operand of a reduction is read by nobody else.
+        all-reduce works in it: from the launch on the operand of a reduction is read by nothing else.
         """
         return self.is_launch and self.slot is None
 

@@ -59,7 +59,7 @@ class StateSpec:
     """One tensor of optimizer state: its parameter, its type, and its value before the first step.
 
     ``param`` is ``attribute.fqn``, ``placeholder`` the node that stands for it; several 0-d states may share one.
-    ``created``: the step makes it and nobody reads what was there; then ``fill`` means nothing.
+    ``created``: the step makes it and nothing reads what was there; then ``fill`` means nothing.
     """
 
     optimizer: int

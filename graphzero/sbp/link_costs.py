@@ -3,7 +3,7 @@
     seconds = latency * messages + bytes / bandwidth
 
 The bytes are those that one rank sends (``boxing``), the messages those that it sends one after the other in the same
-ring or pairwise algorithm.  Where nobody has said what links cost, all axes are alike and bytes alone decide.  Which
+ring or pairwise algorithm.  Where it is not said what links cost, all axes are alike and bytes alone decide.  Which
 moves there are is ``boxing``'s, which of them is taken ``route``'s and propagation's.
 """
 
@@ -62,7 +62,7 @@ def is_finite(x: object) -> TypeGuard[float]:
     return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
 
 
-Links = tuple[Link, ...]  # one per placement axis, outermost first; () where nobody has said
+Links = tuple[Link, ...]  # one per placement axis, outermost first; () where they are not given
 
 
 def messages(kind: str, ranks: int) -> int:

@@ -106,7 +106,7 @@ _equal: dict[tuple[Signature, ...], tuple[Signature, ...]] = {}  # one of each: 
 _CACHED = 2**12  # calls whose signatures are kept: some 3 KB each
 _warned: set[Op] = set()
 _own: set[Op] = set()  # ops whose rule graphzero itself gave
-RULES = "graphzero.sbp.rules"  # which register themselves, when somebody first asks
+RULES = "graphzero.sbp.rules"  # which register themselves, when something first asks
 _state = {"loaded": False, "loading": False}
 RuleFunction = TypeVar("RuleFunction", bound=Callable[[Call], Written])
 

@@ -61,7 +61,7 @@ def route(
     few, ranks = is_small and not links, prod(hierarchy)
     even = tuple(dim for dim, size in enumerate(shape) if size and size % ranks == 0)
     named = any(sbp.sections > 1 for sbp in (*src, *dst))
-    # where nobody has said sections, only even dims get some: all even sizes are alike, and share one way
+    # where no sections are given, only even dims get some: all even sizes are alike, and share one way
     sizes = tuple(shape) if named else tuple(ranks if dim in even else 1 for dim in range(len(shape)))
     size = nbytes if links else ranks**2  # without links any does; of this one pieces are whole numbers
     return _shortest(src, dst, Costs(hierarchy, links), size, () if few else even[:2], few, sizes)

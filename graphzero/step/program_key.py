@@ -67,7 +67,7 @@ class ProgramKeyBuilder:
         self._last: ProgramKey | None = None
 
     def read_counters(self, state: State, tensors: Mapping[str, ModuleTensor]) -> None:
-        """Look at the step counters of optimizers, which somebody may have changed."""
+        """Look at the step counters of optimizers, which other code may have changed."""
         self._counters = state.counter_layout(tree.paths_by_id(tensors))
 
     def build_key(

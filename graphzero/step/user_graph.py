@@ -91,7 +91,7 @@ class UserGraph:
             carried.store_number(self.optimizers[carried.optimizer].optimizer, params, after)
 
     def step_schedulers(self) -> None:
-        """Step them all, as after a training call; warn of one that somebody else steps too."""
+        """Step them all, as after a training call; warn of one that other code steps too."""
         for i, (spec, scheduler) in enumerate(zip(self.optimizers, self.schedulers, strict=True)):
             if scheduler is None:
                 continue

@@ -1,6 +1,6 @@
 """Nested arguments and results as flat lists: torch's pytree, and dataclasses of users as they are.
 
-A dataclass that nobody has registered with pytree is a node of its fields here, and here alone: torch's registry of
+A dataclass that nothing has registered with pytree is a node of its fields here, and here alone: torch's registry of
 types, which others read, stays as it is.
 """
 

@@ -233,7 +233,7 @@ def trace_update(index: int, stepping: OptimizerTracer, members: list[SteppedPar
     """Trace one step of the optimizer on ``members`` alone, unless that one is known."""
     update = cached_update(
         key_of("update", index, stepping.optimizer, members),
-        lambda: replace(_traced(index, stepping, members), members=[]),  # a kept one holds on to nobody's parameters
+        lambda: replace(_traced(index, stepping, members), members=[]),  # a kept one holds no parameters
     )
     return replace(update, members=members)
 

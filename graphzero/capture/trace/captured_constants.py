@@ -96,7 +96,7 @@ class CapturedConstants:
                     raise problem_here(what, _SHARED_ELEMENTS_HINT, self.build)
 
     def note_result(self, func: Any, args: Any, result: Any) -> None:
-        """Look at what an op has made: torch.from_numpy gives a tensor over memory that is somebody else's."""
+        """Look at what an op has made: torch.from_numpy gives a tensor over memory of other code."""
         if func is _LIFT and not args[0].untyped_storage().resizable():
             self._storages[_compat.storage_id(result)] = result
 

@@ -73,7 +73,7 @@ class Saved:
             self.wait()
 
     def join(self) -> None:
-        """Return when nobody writes it any more, complete or not."""
+        """Return when nothing writes it any more, complete or not."""
         self._ended.wait()
 
     @property

@@ -40,7 +40,7 @@ class SaveMarkers:
     """Markers of one checkpoint, on one rank.
 
     position, count: of this rank among those that write.  store: with keys of this checkpoint alone; None where
-    one process writes all.  patience: seconds to wait while nobody writes.
+    one process writes all.  patience: seconds to wait while nothing writes.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class SaveMarkers:
     def wait_for_parts(self) -> None:
         """Return when all ranks have written.
 
-        Raises CheckpointError if one could not, or has ended before, if the folder is gone, or if nobody writes
+        Raises CheckpointError if one could not, or has ended before, if the folder is gone, or if nothing writes
         anything for too long.
         """
 
@@ -140,7 +140,7 @@ class SaveMarkers:
     ) -> None:  # fmt: skip
         """Poll with pauses, for as long as somebody writes to the folder.
 
-        why_not: of (ranks that have ended, whether nobody has written for too long) a reason, and whether it is final.
+        why_not: of (ranks that have ended, whether nothing has written for too long) a reason, and whether it is final.
         """
         pause, size, changed = _FIRST_PAUSE, -1, time.monotonic()
         while True:

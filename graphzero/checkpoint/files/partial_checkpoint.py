@@ -113,7 +113,7 @@ def number_of(path: Path) -> int:
 def remove(path: Path, folder: Path) -> bool:
     """Remove a checkpoint, finished or not.  Returns whether it is gone from its path.
 
-    It gets another name first, in ``folder``: it is gone at once, and nobody adds to it.
+    It gets another name first, in ``folder``: it is gone at once, and nothing adds to it.
     """
     hidden = folder / f".000000.{uuid.uuid4().hex}.removed"
     try:
@@ -144,7 +144,7 @@ def remove_abandoned(numbered: Path) -> None:
 
 
 def _remove_unlocked(numbered: Path) -> None:
-    """While holding the lock, so that nobody else does, nor makes anything there."""
+    """While holding the lock, so that nothing else does, nor makes anything there."""
     try:
         with open(numbered / _LOCK, "r+b") as lock:
             if not (_acquire(lock) and _is_still(lock)) and not _is_unchanged(numbered):

@@ -164,7 +164,7 @@ class Liveness:
 
     @cached_property
     def _last_made(self) -> dict[Storage, int]:
-        """The position of the last value that lives in each storage and that nobody reads."""
+        """The position of the last value that lives in each storage and that nothing reads."""
         last_made: dict[Storage, int] = {}
         for node, results in self.roots.items():
             if not node.users:

@@ -149,7 +149,7 @@ def _of_op(graph: StepGraph, node: fx.Node) -> Any:
     types = infer(node.target, args, kwargs, len(said) if isinstance(said, tuple) else 1)
     if isinstance(types, str):
         raise Unfit(types)
-    if isinstance(types, tuple) and isinstance(said, tuple):  # results that nobody reads may stay unsaid
+    if isinstance(types, tuple) and isinstance(said, tuple):  # results that nothing reads may stay unsaid
         types = tuple(None if s is None else t for t, s in zip(types, said, strict=True))
     return types
 

@@ -1,11 +1,11 @@
 """The laws of storage, from level "lowered" on: what may be written over, and when.
 
-    w1 = assign(w, new)            nobody reads the old w below it, and w1 is the new w; likewise to_host_launch(w, new)
-    y = mul(x, 2.0, out=x)         mul can write over x, x has y's type and SBP, and nobody reads the old x below it
+    w1 = assign(w, new)            the old w is not read below it, and w1 is the new w; likewise to_host_launch(w, new)
+    y = mul(x, 2.0, out=x)         mul can write over x, x has y's type and SBP, and nothing reads the old x below it
     y = _softmax(x, 1, False, out=x)      its kernel writes row by row, so x is known to lie row by row
     c = check(ok, '...')           no state is written above it
-    l = launch('...', 0, [v])      slot 0 is free until somebody waits for l; without a slot, what a reduction works in
-                                   is nobody's to read until then, nor after
+    l = launch('...', 0, [v])      slot 0 is free until something waits for l; without a slot, what a reduction works in
+                                   may not be read until then, nor after
 
 Which storage a value lives in is ``storage``'s, which op may write where is ``inplace``'s.
 """

@@ -203,7 +203,7 @@ def _round_inside(
 
 
 def _erase_with_operands(graph: StepGraph, node: fx.Node) -> None:
-    """Take out what nobody reads, and what was there for it alone."""
+    """Take out what nothing reads, and what was there for it alone."""
     if node.users or node.op == "placeholder":
         return
     operands = node.all_input_nodes

@@ -1,7 +1,7 @@
 """FuseCrossEntropy: backward of nll_loss and of log_softmax become one op.
 
 The first makes zeros of the logits' size with one number a row, which only the second reads; the one op writes over the
-log-probabilities, where nobody reads them later.  Between the two may be a view that gives an image's dims back.
+log-probabilities, where nothing reads them later.  Between the two may be a view that gives an image's dims back.
 Where classes are split neither is there any more.
 """
 

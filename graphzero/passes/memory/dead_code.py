@@ -1,4 +1,4 @@
-"""DeadCode: drop ops whose results nobody reads."""
+"""DeadCode: drop ops whose results nothing reads."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def round_trips_of(graph: StepGraph, bucket_bytes: int | None = None) -> list[Ro
 
 
 def _may_go(at: Liveness, span: StorageSpan) -> bool:
-    """Return whether forward makes a storage, for backward of the same part of the program and for nobody else."""
+    """Return whether forward makes a storage, for backward of the same part of the program and for nothing else."""
     maker, readers = span.storage[0], [at.nodes[i] for i in at.readers[span.storage]]
     is_forward = maker.op == "call_function" and value.phase_of(maker) == "forward"
     if span.category != "activations" or not is_forward or not span.nbytes:

@@ -41,7 +41,7 @@ class _PartMemory:
     """Bytes of one part on the first rank of its stage.
 
     resident: persistent placeholder -> category and bytes.  slots: bytes of each communication slot.
-    made: bytes over time, by category, of what the part makes and hands over to nobody.
+    made: bytes over time, by category, of what the part makes and hands over to nothing.
     handed_over: value -> the storage it is in, if the part has made it.  nbytes, begins, category: of these storages.
     passed_on: value -> the placeholder in whose storage it is.
     filling: the values that are all of the storage that they are in.

@@ -180,7 +180,7 @@ class RateSchedule(LRScheduler):
 
 
 def make_schedule(kind: str, given: dict[str, Any], optimizer: Optimizer) -> LRScheduler:
-    """The schedule that a JSON names, for all groups of an optimizer.  Raises ConfigError for one that nobody has."""
+    """The schedule that a JSON names, for all groups of an optimizer.  Raises ConfigError for unknown ones."""
     if kind not in SCHEDULES:
         return _torchs(kind)(optimizer, **given)
     bases = [group["lr"] for group in optimizer.param_groups]

@@ -93,7 +93,7 @@ def measure_pace(place: Placement) -> str:
         began = time.perf_counter()
         meet(world)
         waits.append(time.perf_counter() - began)
-    everyone = _gather(waits)  # the last one waits for nobody
+    everyone = _gather(waits)  # the last one waits for no other
     late = min(range(len(everyone)), key=lambda rank: median(everyone[rank]))
     others = zip(*(one for rank, one in enumerate(everyone) if rank != late), strict=True)
     behind = sorted(median(round_) - own for round_, own in zip(others, everyone[late], strict=True))[1]

@@ -3,7 +3,7 @@
 A chain is what an optimizer does with one matrix between the piece that a rank holds and the piece that it is to have:
 ops of the update that read whole what is split, all that lies between them, and what comes before and after as far as
 that makes fewer bytes of what goes in and comes out.  How far that is says a minimum cut: a value costs its bytes where
-the chain begins after it, or where somebody outside reads what the chain makes.
+the chain begins after it, or where something outside reads what the chain makes.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class SlotBuffers:
 
 
 class ReleasedInputs(dict[str, Sequence[Any]]):
-    """Inputs of a run that nobody else holds: a run empties them, so that each goes after its last reader."""
+    """Inputs of a run that nothing else holds: a run empties them, so that each goes after its last reader."""
 
 
 class Executor:

@@ -187,7 +187,7 @@ def replace_tensor(entry: ModuleTensor, new: Tensor, optimizers: Iterable[Optimi
 
     Optimizers that any Graph has been given follow, besides ``optimizers``.
     A parameter becomes a new nn.Parameter with the old one's attributes; the old object is emptied.  Its memory goes
-    with the last tensor in it: a state dict or an array of numpy that somebody has taken keeps its values.
+    with the last tensor in it: a state dict or an array of numpy that other code has taken keeps its values.
     """
     new = copy_attributes(new, entry.tensor)
     put_everywhere = partial(_put_everywhere, entry, entry.tensor, new, {*optimizers, *_optimizers})

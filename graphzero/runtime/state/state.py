@@ -223,7 +223,7 @@ class State:
     # ---- what is bound
 
     def invalidate(self) -> None:
-        """Bind again at the next call: somebody has replaced or rewritten tensors."""
+        """Bind again at the next call: other code has replaced or rewritten tensors."""
         self._binding = self._stateless = self.program = None
 
     def forget(self) -> None:
@@ -277,7 +277,7 @@ class State:
     # ---- every call
 
     def check_binding(self) -> tuple[dict[str, ModuleTensor], bool]:
-        """``tensors()``, and whether what is bound is as it was left: nobody has put other tensors in place of bound
+        """``tensors()``, and whether what is bound is as it was left: nothing has put other tensors in place of bound
         ones, or written to a step counter.  If it is not, nothing is bound any more."""
         entries, binding = self.tensors(), self._binding
         is_whole = binding is not None and binding.entries is entries and binding.is_unchanged()

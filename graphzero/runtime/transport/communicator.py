@@ -15,7 +15,7 @@ communicator is revoked as a whole, and renewed by all ranks that go on):
 6.  A rank that has revoked g begins its next call in g + 1.  Every rank revokes g once, whatever happened.
 
 Races.  *Two ranks fail at once*: both write; readers take the first report.  *A failure before anything is sent, or
-after all is*: 5.  *Late messages of a former step*: they are on connections of a former generation, which nobody reads.
+after all is*: 5.  *Late messages of a former step*: they are on connections of a former generation, which are not read.
 *A piece of memory is read while its owner stops*: it closes its connections before it touches the piece again, and the
 reader looks afterwards whether they are open (``shared_memory``).  *A failure while ranks come to g + 1*: its report is
 under g + 1, where they look while they wait.  *A rank ends after it has come and before it is connected*: it has said

@@ -60,7 +60,7 @@ class FailureDiagnosis:
             return self._silent(error)
         began, ended = time.monotonic(), self.find_ended(0.0)
         while (report := self.reports.first_report()) is None and not ended:  # processes first, then the store
-            if time.monotonic() - began > _UNSURE:  # nobody else reports anything: the failure is this rank's own
+            if time.monotonic() - began > _UNSURE:  # nothing else reports anything: the failure is this rank's own
                 self.reports.add(FailureReport("stopped", [self.rank], self.label, self.number, describe(error)))
                 return error
             time.sleep(PAUSE)

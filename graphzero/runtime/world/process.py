@@ -77,7 +77,7 @@ class ProcessWorld(World):
         _worlds.add(self)
         shared = [axis for axis, ranks in zip(placement.names, placement.hierarchy, strict=True) if ranks > 1]
         on_gloo = (axis for axis in shared if backend_of(self._groups[axis], self.device) == "gloo")
-        self._peer_axes = [*on_gloo] if self.device.type == "cpu" else []  # nobody else reads the memory of a GPU
+        self._peer_axes = [*on_gloo] if self.device.type == "cpu" else []  # nothing else reads the memory of a GPU
         for axis, group in self._groups.items():
             peers = self.peers(0, axis)
             if axis not in self._peer_axes and axis in shared and peers != sorted(peers):

@@ -177,7 +177,7 @@ class World(ABC):
     def begin_transfer(
         self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str
     ) -> Handle:
-        """``begin``, where there is somebody to send to, and something: as early as it may.
+        """``begin``, where there is another rank to send to, and something: as early as it may.
 
         ``testing.strict_transfers`` puts another in its place, which does it as late as it may.
         """
