@@ -77,7 +77,6 @@ def same_environment():
         "compile_time llama --layers 1",
         "step_time --model toy --rounds 1 --steps 3 --ranks 1 --systems 'graphzero, stage 3' DDP",
         "step_time --profile --model toy --rounds 1 --steps 2 --ranks 1",
-        "full_parameters --shape toy --rounds 1",
         "peak_memory --model toy --ranks 1 --systems 'graphzero, stage 1'",
         "first_step --model toy --systems 'graphzero, stage 1' --starts 1 --ranks 1",
         "scaling --model toy --systems DDP --rounds 1 --steps 2 --ranks 1",

@@ -4,6 +4,7 @@ Logits, their log-softmax and their gradient live between the hidden values of a
 that are made of them.  Forward and backward of a tile of rows run together, then those of the next, so that nothing is
 computed twice.  ``row_region`` finds the part of the step; micro-batches' ops join the results of tiles.
 
+TILES
 ``F.linear_cross_entropy`` in as many chunks (torch 2.13) would not hold the logits either where the user writes it, but
 has no SBP rule: several ranks would gather the batch for it.
 """
