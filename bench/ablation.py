@@ -6,6 +6,7 @@
 
 The figures are in the docstrings of the modules, those of the last two in bench/results/tiles.md and muon.md.
 
+* ``order``: the planned peak of two ranks, with backward as it is written and with what may wait made later.
 * ``join_updates``: the time of a step of many small parameters, stepped by one call and each by its own.
 * the arena: the processor's time of a step of rank 0 of two, its page faults, and the kernel's high-water mark of
   resident memory, less what the process held before, with the arena and without it, each in fresh processes.  The same
@@ -36,8 +37,9 @@ from workloads import GPT, WORKLOADS, Shape, gpt
 
 import graphzero as gz
 from graphzero.ir.graph import StepGraph
-from graphzero.passes import JoinUpdates, StackUpdates, pass_list
+from graphzero.passes import JoinUpdates, Options, Pipeline, StackUpdates, default_passes, pass_list
 from graphzero.passes.place.forward_sweep import swept
+from graphzero.plan.program_costs import memory_of
 from graphzero.plugins.stacked_updates.whole_chains import is_split, whole_chains
 from graphzero.sbp.types import B
 from graphzero.testing import fake_world, measure_step
@@ -47,8 +49,10 @@ MODELS = ("A", "B", "conv")
 
 def show_parts(options: argparse.Namespace) -> None:
     rounds = options.rounds or 12
+    peaks = [row for name in MODELS for row in order(name)]
+    print(markdown(["model", "stage", "MB as written", "MB with order", "ratio"], peaks), flush=True)
     steps = [join_updates(width, layers, 5 * rounds) for width, layers in ((16, 100), (64, 50), (256, 12))]
-    print(markdown(["layers", "width", "us joined", "us apart", "ratio"], steps), flush=True)
+    print("\n" + markdown(["layers", "width", "us joined", "us apart", "ratio"], steps), flush=True)
     rows = [
         [name, stage, "yes" if used else "no", *on_gloo(2, arena, name, stage, used, rounds)]
         for name in MODELS[:2]
@@ -56,6 +60,19 @@ def show_parts(options: argparse.Namespace) -> None:
         for used in (True, False)
     ]
     print("\n" + markdown(["model", "stage", "arena", "CPU ms", "faults", "peak MB"], rows))
+
+
+def order(name: str) -> list[list[Any]]:
+    rows = []
+    with fake_world(2, rank=0):
+        graph = graph_of(0, WORKLOADS[name])
+        graph.compile(*WORKLOADS[name].part(0, 0, 2))
+        captured = graph.history[0].before
+        for stage in range(4):
+            options = Options(stage=stage), Options(stage=stage, delay_gradients=True)
+            plain, moved = (memory_of(Pipeline(default_passes(one))(captured.clone())).peak / 1e6 for one in options)
+            rows.append([name, stage, f"{plain:.1f}", f"{moved:.1f}", f"{moved / plain:.3f}"])
+    return rows
 
 
 def small_graph(width: int, layers: int) -> TrainGraph:

@@ -21,6 +21,7 @@ from graphzero.passes.fuse.fuse_adam import FuseAdam
 from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
 from graphzero.passes.fuse.join_updates import JoinUpdates
 from graphzero.passes.memory.dead_code import DeadCode
+from graphzero.passes.memory.delay_gradients import DelayGradients
 from graphzero.passes.memory.in_place import InPlace
 from graphzero.passes.memory.keep_gathered import KeepGathered
 from graphzero.passes.memory.recompute import Recompute
@@ -44,7 +45,7 @@ from graphzero.passes.schedule.slots import Slots
 __all__ = [
     "Assign", "Bucket", "BuiltinPass", "CopyOld", "DeadCode", "Expand", "Fuse", "FuseAdam", "FuseCrossEntropy",
     "Group", "InsertBoxing", "JoinUpdates", "KeepGathered", "Launch", "Localize", "LowerBoxing",
-    "CastBeforeGather", "Options", "Overlap", "OverlapUpdate", "PadTargets", "Pass", "PassEntry",
+    "CastBeforeGather", "Options", "DelayGradients", "Overlap", "OverlapUpdate", "PadTargets", "Pass", "PassEntry",
     "Pin", "Pipeline", "Propagate", "Recompute", "Record", "RingAttention", "InPlace", "Schedule", "Slots",
     "SplitAttention", "SplitExperts", "SplitRouting", "OptimizerInBackward", "Zero", "default_passes", "host_memory",
     "parse_passes", "pass_name", "print_passes",

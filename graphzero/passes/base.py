@@ -156,9 +156,12 @@ class Pipeline:
         clone, packer = graph.clone(), PackedHistory()
         return self._run_passes(packer.add_copy(clone), clone, packer)
 
-    def after(self, record: Record) -> StepGraph:
-        """Go on from where another pipeline was after a pass, as ``record`` keeps it."""
-        return self._run_passes(record.packed[1], record.after, PackedHistory())
+    def after(self, record: Record, given: StepGraph | None = None) -> StepGraph:
+        """Go on from where another pipeline was after a pass, as ``record`` keeps it.
+
+        given: the graph as it was then, which changes; by default it is made again.
+        """
+        return self._run_passes(record.packed[1], record.after if given is None else given, PackedHistory())
 
     def _run_passes(self, before: PackedGraph, graph: StepGraph, packer: PackedHistory) -> StepGraph:
         """before: the same as ``graph``, which changes."""

@@ -26,6 +26,7 @@ from graphzero.passes.fuse.fuse_adam import FuseAdam
 from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
 from graphzero.passes.fuse.join_updates import JoinUpdates
 from graphzero.passes.memory.dead_code import DeadCode
+from graphzero.passes.memory.delay_gradients import DelayGradients
 from graphzero.passes.memory.in_place import InPlace
 from graphzero.passes.memory.keep_gathered import KeepGathered
 from graphzero.passes.memory.recompute import Recompute
@@ -68,6 +69,7 @@ class Options:
     recompute: names and patterns of values of forward that are computed again in backward.
     keep_gathered: where forward gathers parameters, names and patterns of those that stay gathered until backward has
         read them; None leaves the pass out.
+    delay_gradients: whether what backward makes may wait, to lower the most bytes held at a time.
     split_attention: the way of attention over a split sequence; see ``SplitAttention``.
     split_experts, expert_capacity: the way of experts that a data axis splits; see ``SplitRouting``.
     pipeline_stages: marks of modules, "model.layers.0@1"; see ``AssignStages``.
@@ -90,6 +92,7 @@ class Options:
     links: Links = ()
     recompute: tuple[str, ...] = ()
     keep_gathered: tuple[str, ...] | None = None
+    delay_gradients: bool = False
     split_attention: str = AUTO_WAY
     split_experts: str = AUTO_WAY
     expert_capacity: float = CAPACITY
@@ -167,6 +170,7 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(FuseAdam, "local", lambda options: options.optimise, "fuse"),
     PassEntry(Recompute, "local", lambda options: bool(options.recompute)),
     PassEntry(KeepGathered, "local", lambda options: options.gathers and options.keep_gathered is not None),
+    PassEntry(DelayGradients, "local", lambda options: options.delay_gradients),
     PassEntry(GatherCasts, "local", lambda options: options.optimise and options.masters),
     PassEntry(Bucket, "local"),
     PassEntry(Launch, "local", group="schedule"),

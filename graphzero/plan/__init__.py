@@ -1,8 +1,9 @@
 """Plans what one step of a program costs, and chooses among several programs for it.
 
 ``program_costs`` reads the costs off a final program, ``plan`` says what a plan is.  The choices are above the pass
-pipeline: they run it with other options and compare what comes out.  ``memory_fit`` chooses what stays gathered and
-what backward computes again within limits, ``stage`` the ZeRO stage; ``variants`` makes the programs.
+pipeline: they run it with other options and compare what comes out.  ``gradient_order`` chooses among orders of
+backward, ``memory_fit`` what stays gathered and what backward computes again within limits, ``stage`` the ZeRO stage;
+``variants`` makes the programs.
 """
 
 from graphzero.plan.budget import Budget

@@ -12,6 +12,7 @@ from graphzero.passes.schedule.optimizer_in_backward import describe_early
 from graphzero.plan.accumulators import with_accumulators
 from graphzero.plan.attention_fit import describe_ways, fitting_way
 from graphzero.plan.budget import ANY, Budget, Limits, does_not_fit
+from graphzero.plan.gradient_order import in_best_order
 from graphzero.plan.memory.memory_fit import MemoryFit, activations_error
 from graphzero.plan.offload.offload_fit import describe_offload, with_activations_on_host
 from graphzero.plan.plan import mega
@@ -38,7 +39,7 @@ def choose(
 ) -> Candidate:
     """The program of a captured step.
 
-    options: of its passes, but for the stage, which is chosen.  Where ``keep_gathered`` is
+    options: of its passes, but for the stage and the order of backward, which are chosen.  Where ``keep_gathered`` is
         (), the budget is spent at stage 3 on what stays gathered.
     own: the user's passes, each with the name of the one it follows.
     stages: that are asked for; of several, the first that fits the budget; if none does, the last, with another way of
@@ -140,7 +141,7 @@ def _best(variants: Variants, options: Options, budget: Budget | None) -> Candid
     def best(options: Options) -> Candidate:
         if options.stage == 3 and options.keep_gathered is not None:
             return MemoryFit(variants, options).keeping_gathers(budget.nbytes if budget is not None else None)
-        return variants.candidate(options)
+        return in_best_order(variants, options)
 
     return with_accumulators(best, options, budget)
 

@@ -64,37 +64,52 @@ class Variants:
         self.captured, self.own, self.verifies = graph, own, verifies
         self._ran: list[tuple[Pass, Record]] = []  # the last run
         self._made: Candidate | None = None  # what came of it, if it was run for that
+        self._given: tuple[StepGraph, Record] | None = None  # by ``before``, last, and after which pass it is
 
-    def candidate(self, options: Options) -> Candidate:
-        """The program of these options."""
+    def candidate(self, options: Options, given: StepGraph | None = None) -> Candidate:
+        """The program of these options.
+
+        given: what ``before`` has returned last, unchanged, if the program may be made of it.
+        """
         passes = default_passes(options, self.own)
         if self._made is None or self._shared(passes) < max(len(passes), len(self._ran)):
-            graph = self._run_passes(passes)
+            graph = self._run_passes(passes, given)
             plan = replace(plan_of(graph, links=options.links), stage=options.stage, recomputed=options.recompute)
             self._made = Candidate(graph, self.history, plan)
         return self._made
 
     def before(self, name: str, options: Options) -> StepGraph:
         """The graph that the built-in pass ``name`` is given, or would be if it were there; callers may change it."""
-        return self._run_passes(default_passes(options, self.own, until=name))
+        passes = default_passes(options, self.own, until=name)
+        graph = self._run_passes(passes)
+        self._given = (graph, self._ran[len(passes) - 1][1]) if passes else None
+        return graph
 
     def draft(self, options: Options, own_until: str) -> StepGraph:
         """The graph of ``candidate`` for its plan alone: it is not verified, which takes most of the time."""
         gc.collect(YOUNG)  # the last draft: graphs are cycles
-        return run_unverified(self.before(own_until, options), options, own_until)
+        return run_unverified(self._run_passes(default_passes(options, self.own, until=own_until)), options, own_until)
 
     @property
     def history(self) -> list[Record]:
         """The records of the last run."""
         return [record for _, record in self._ran]
 
-    def _run_passes(self, passes: Sequence[Pass]) -> StepGraph:
+    def has_own(self, options: Options, since: str) -> bool:
+        """Whether the user has passes from the built-in one of that name on."""
+        return len(default_passes(options, self.own, since=since)) > len(default_passes(options, since=since))
+
+    def _run_passes(self, passes: Sequence[Pass], given: StepGraph | None = None) -> StepGraph:
         shared = self._shared(passes)
         last = self._ran[shared - 1][1] if shared else None
         if last is not None and shared == len(passes):
             return last.after
         pipeline = Pipeline(passes[shared:], self.verifies)
-        graph = pipeline(self.captured) if last is None else pipeline.after(last)
+        if last is None:
+            graph = pipeline(self.captured)
+        else:
+            is_there = self._given is not None and self._given[0] is given and self._given[1] is last
+            graph = pipeline.after(last, given if is_there else None)
         self._ran = [*self._ran[:shared], *zip(pipeline.passes, pipeline.history, strict=True)]
         self._made = None
         return graph

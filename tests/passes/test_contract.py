@@ -154,7 +154,7 @@ ENSURED: dict[str, Callable[[StepGraph, StepGraph], bool]] = {
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_pass_gives_what_it_promises(stage: int, seed: int) -> None:
-    told = Options(stage=stage, optimizer_in_backward=True, keep_gathered=(), bucket_bytes=64)
+    told = Options(stage=stage, optimizer_in_backward=True, delay_gradients=True, keep_gathered=(), bucket_bytes=64)
     pipeline = Pipeline(default_passes(told))
     pipeline(parse(random_step(seed)))
     found = {record.name: record for record in pipeline.history}

@@ -42,6 +42,7 @@ SAMPLES: dict[str, list[Any]] = {
     "expert_capacity": [0.1, 4.0],
     "pipeline_stages": [(), ("model.a@0", "model.layers.*@1", "it's")],
     "keep_gathered": [(), ("model.head.*", "w", "none", "a,b", "(", "it's")],
+    "delay_gradients": [True],
     "bucket_bytes": [1, 2**40],
     "optimise": [False],
 }  # fmt: skip
@@ -162,7 +163,7 @@ def test_any_text_is_a_list_of_passes_or_is_refused() -> None:
     rng = random.Random(0)
     seeds = [str(Pin(SAMPLES["placed"][1])), str(Zero(3, 5, ("a", "b"))),
              str(KeepGathered(SAMPLES["keep_gathered"][1])),
-             str(Propagate(SAMPLES["links"][1])), "default{stage=3 optimizer_in_backward=true}"]  # fmt: skip
+             str(Propagate(SAMPLES["links"][1])), "default{stage=3 delay_gradients=true}"]  # fmt: skip
     for _ in range(4000):
         text = list(rng.choice(seeds))
         for _ in range(rng.randint(1, 3)):

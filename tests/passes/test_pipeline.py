@@ -48,7 +48,7 @@ update:
 
 
 PARTS = ("count_targets", "micro_batches", "tile_rows", "fuse_accumulate")  # which only parts of a batch need
-MOVED = ("optimizer_in_backward", "offload_states", "offload_activations")
+MOVED = ("delay_gradients", "optimizer_in_backward", "offload_states", "offload_activations")
 FUSE = tuple(map(pass_name, Fuse().passes))
 
 
@@ -106,7 +106,7 @@ CHANGES: dict[str, Callable[[StepGraph, Node], object]] = {
     "keywords": lambda graph, node: setattr(node, "kwargs", {"out": node.args[0]}),
     "op": lambda graph, node: setattr(node, "target", torch.ops.aten.div.Tensor),
     "name": lambda graph, node: setattr(node, "name", "other"),
-    "order": lambda graph, node: node.append(graph.node("y")),
+    "delay_gradients": lambda graph, node: node.append(graph.node("y")),
     "ops": lambda graph, node: graph.graph.erase_node(graph.call(node.target, node.args, node.meta["type"])),
     "an op more": lambda graph, node: graph.pin("y", "dp", S(0)),
     "level": lambda graph, node: setattr(graph, "level", "propagated"),
@@ -264,7 +264,7 @@ def test_a_group_is_its_passes_under_one_name() -> None:
 
 def test_a_pass_is_there_under_its_condition() -> None:
     everything = Options(
-        stage=3, masters=True, recompute=("*",), keep_gathered=(), optimizer_in_backward=True,
+        stage=3, masters=True, recompute=("*",), keep_gathered=(), delay_gradients=True, optimizer_in_backward=True,
         micro_batches=2, tiles=2, pipeline_stages=("model@0",), offload_states=True, split_attention="ring",
         offload_activations=("*",),
     )  # fmt: skip
@@ -287,11 +287,12 @@ def test_a_pass_is_there_under_its_condition() -> None:
 
 def test_a_part_of_the_list_is_cut_where_a_pass_would_stand() -> None:
     """Whether that pass is there or not, with the user's passes that stand in the part."""
-    cut = "optimizer_in_backward"
-    own = [(ahead, "localize"), (behind, cut)]
-    for options in (Options(), Options(optimizer_in_backward=True)):
-        parts = default_passes(options, own, until=cut), default_passes(options, own, since=cut)
-        assert [*parts[0], *parts[1]] == default_passes(options, own)
+    for options in (Options(), Options(delay_gradients=True)):
+        parts = (
+            default_passes(options, [(ahead, "localize"), (behind, "delay_gradients")], until="delay_gradients"),
+            default_passes(options, [(ahead, "localize"), (behind, "delay_gradients")], since="delay_gradients"),
+        )
+        assert [*parts[0], *parts[1]] == default_passes(options, [(ahead, "localize"), (behind, "delay_gradients")])
         assert ahead in parts[0] and behind in parts[1]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from toys import step
 
 from graphzero.ir.graph import StepGraph
@@ -55,5 +57,27 @@ def test_a_users_pass_is_the_same_only_if_it_is_the_same_object() -> None:
 
 def test_a_graph_before_a_pass_is_the_same_whether_the_pass_is_there_or_not() -> None:
     variants = Variants(parse(STEP))
-    with_it, without = (str(variants.before("recompute", Options(recompute=names))) for names in (("*",), ()))
-    assert with_it == without == str(Pipeline(default_passes(until="recompute"))(parse(STEP)))
+    with_it, without = (
+        str(variants.before("delay_gradients", Options(delay_gradients=order))) for order in (True, False)
+    )
+    assert with_it == without == str(Pipeline(default_passes(until="delay_gradients"))(parse(STEP)))
+
+
+def test_a_program_is_made_of_the_graph_that_is_handed_over_only_where_it_goes_on_from_there() -> None:
+    plain, moved = Options(), Options(delay_gradients=True)
+    small = replace(moved, bucket_bytes=64)
+    for first, then in ((plain, moved), (moved, plain), (moved, moved), (moved, small)):
+        variants = Variants(parse(STEP))
+        variants.candidate(first)  # the next list may begin with more of these than stand before "delay_gradients"
+        given = variants.before("delay_gradients", then)
+        made = variants.candidate(then, given=given)
+        assert str(made.graph) == str(Pipeline(default_passes(then))(parse(STEP)))
+        assert str(made.history[-1].after) == str(made.graph)
+
+
+def test_a_graph_that_was_handed_over_long_ago_is_not_taken_for_another() -> None:
+    variants = Variants(parse(STEP))
+    early = variants.before("localize", Options())
+    variants.before("delay_gradients", Options())
+    made = variants.candidate(Options(delay_gradients=True), given=early)
+    assert str(made.graph) == str(Pipeline(default_passes(Options(delay_gradients=True)))(parse(STEP)))

@@ -20,6 +20,7 @@ from graphzero.passes.memory.keep_gathered import gathered_again
 from graphzero.passes.memory.recompute import merge_gathers
 from graphzero.passes.schedule.offload_activations import round_trips_of
 from graphzero.plan.budget import Limits
+from graphzero.plan.gradient_order import in_best_order
 from graphzero.plan.memory.gather_candidates import Pairs, gather_candidates, param_bytes
 from graphzero.plan.memory.memory_candidate import held_bytes, hold_most
 from graphzero.plan.memory.memory_estimate import MemoryEstimate, Ops
@@ -180,7 +181,7 @@ class MemoryFit:
     def _keeping(self, names: Iterable[str]) -> Candidate:
         """The program that keeps those parameters, by name or pattern."""
         keep = KeepGathered(tuple(names))
-        program = self.variants.candidate(replace(self.options, keep_gathered=keep.keep_gathered))
+        program = in_best_order(self.variants, replace(self.options, keep_gathered=keep.keep_gathered))
         return replace(program, plan=replace(program.plan, kept=tuple(keep.matching_paths(self.pairs))))
 
 

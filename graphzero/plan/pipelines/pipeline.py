@@ -32,7 +32,7 @@ from graphzero.schedules import (
     simulate_schedule,
 )
 
-CUT_BEFORE = "gather_casts"  # the first pass that runs on each part by itself
+CUT_BEFORE = "delay_gradients"  # the first pass that runs on each part by itself
 DRAFTED_FROM = "micro_batches"  # the first pass that depends on what is chosen
 
 
