@@ -62,10 +62,10 @@ class LongList {
 
   get page() { return Math.max(1, Math.floor(this.box.clientHeight / this.height) - 1); }
 
-  render(anew = false) {
+  render(again = false) {
     const first = Math.max(0, Math.floor(this.box.scrollTop / this.height) - 8);
     const last = Math.min(this.items.length, Math.ceil((this.box.scrollTop + this.box.clientHeight) / this.height) + 8);
-    if (!anew && first === this.first && last === this.last) return;
+    if (!again && first === this.first && last === this.last) return;
     Object.assign(this, { first, last });
     const rows = [];
     for (let i = first; i < last; i++) {

@@ -30,10 +30,10 @@ class Plan {
 
   get passes() { return this.text.passes; }
 
-  // The text behind a number of passes, as numbers of lines.
-  lines(behind) {
-    for (let i = this.texts.length; i <= behind; i++) this.texts.push(edited(this.texts[i - 1], this.passes[i - 1].edits));
-    return this.texts[behind];
+  // The text after a number of passes, as numbers of lines.
+  lines(passes) {
+    for (let i = this.texts.length; i <= passes; i++) this.texts.push(edited(this.texts[i - 1], this.passes[i - 1].edits));
+    return this.texts[passes];
   }
 
   snapshot(number) { return number === 0 ? "captured" : this.passes[number - 1].name; }

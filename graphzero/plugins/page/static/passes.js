@@ -41,7 +41,7 @@ const passes = {
     [...$("pass-bars").children].forEach((bar_, i) => bar_.classList.toggle("chosen", i === this.number));
     $("pass-name").replaceChildren(
       `${this.number + 1}. ${pass.name} `,
-      el("span", { class: "dim" }, out + in_ ? `${countText(out)} lines out, ${countText(in_)} in; ` : "changed nothing; ", `${secondsText(pass.seconds)}; ${pass.level} behind it`),
+      el("span", { class: "dim" }, out + in_ ? `${countText(out)} lines out, ${countText(in_)} in; ` : "changed nothing; ", `${secondsText(pass.seconds)}; ${pass.level} after it`),
     );
     $("pass-options").textContent = pass.options;
     if (name) $("pass-search").value = "";
@@ -50,8 +50,8 @@ const passes = {
 
   fill(name = "") {
     const wanted = $("pass-search").value.trim().toLowerCase();
-    const behind = { diff: null, before: this.number, after: this.number + 1 }[this.shows];
-    let items = behind === null ? this.diff() : this.plan.lines(behind).map((line) => ({ text: data.pool[line] }));
+    const passes = { diff: null, before: this.number, after: this.number + 1 }[this.shows];
+    let items = passes === null ? this.diff() : this.plan.lines(passes).map((line) => ({ text: data.pool[line] }));
     if (wanted) items = items.filter((item) => item.text.toLowerCase().includes(wanted));
     if (!items.length) items = [{ text: wanted ? "  nothing here has that" : "  this pass changed nothing", kind: "gap" }];
     this.list.show(items, name ? items.findIndex((item) => item.kind !== "out" && defined(item.text) === name) : -1);

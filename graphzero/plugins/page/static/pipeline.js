@@ -4,7 +4,7 @@
 
 const RANK_LANE = 64; // pixels
 const ACTION_COLOURS = { F: "e-forward", B: "e-backward", I: "e-backward", W: "c-gradients", "": "e-update" };
-const ACTION_WORDS = { F: "forward", B: "backward", I: "backward, of inputs", W: "backward, of weights", "": "before or behind the micro-batches" };
+const ACTION_WORDS = { F: "forward", B: "backward", I: "backward, of inputs", W: "backward, of weights", "": "before or after the micro-batches" };
 
 // The program of a part, or of the whole step, as a plan that the other views show.
 class PartPlan extends Plan {
@@ -49,11 +49,11 @@ const pipeline = {
     const { schedule, bubble, unit, rows } = plan.pipeline;
     this.lanes = rows.map((row, rank) => ({
       name: `rank ${rank}, ${stagesText(plan.pipeline.members[rank].stages)}`,
-      actions: row.map(([label, part, begin, end, most, behind]) => ({ label, part, begin, end, most, behind, rank, kind: actionKind(label) })),
+      actions: row.map(([label, part, begin, end, most, after]) => ({ label, part, begin, end, most, after, rank, kind: actionKind(label) })),
     }));
     this.actions = this.lanes.flatMap((lane) => lane.actions).sort((a, b) => a.begin - b.begin);
     $("pipeline-hint").textContent = `Schedule ${schedule}, simulated: bubble ${bubble.toFixed(3)} of busy time where forward takes 1 and backward 2. ` +
-      (unit === "seconds" ? "Seconds are planned. " : "No times are known: forward takes 1, backward 2, each part before and behind 1. ") +
+      (unit === "seconds" ? "Seconds are planned. " : "No times are known: forward takes 1, backward 2, each part before and after 1. ") +
       "Below each rank's actions: the bytes that it holds. Click an action to read its program; drag to zoom, double-click for all.";
     const kinds = [...new Set(this.actions.map((action) => action.kind))];
     $("pipeline-legend").replaceChildren(
@@ -90,7 +90,7 @@ const pipeline = {
     $("parameters-title").textContent = `Parameters${of}`;
     $("memory-title").textContent = title ? `Memory while ${title} runs` : "Memory over the step";
     $("memory").hidden = $("timeline").hidden = isWhole;
-    $("part-about").textContent = !title ? "" : isWhole ? "behind the passes that all stages share, one micro-batch after the other" : "for the micro-batch at which its rank holds most";
+    $("part-about").textContent = !title ? "" : isWhole ? "after the passes that all stages share, one micro-batch after the other" : "for the micro-batch at which its rank holds most";
   },
 
   draw() {
@@ -125,7 +125,7 @@ const pipeline = {
         ctx.fillStyle = colour("c-activations");
         bar_(from, to, action.most);
         ctx.fillStyle = colour("c-activations_2");
-        bar_(to, until, action.behind);
+        bar_(to, until, action.after);
         this.drawAction(u, action, from, to, top + height * 0.25, height * 0.34);
       });
       ctx.fillStyle = colour("muted");
@@ -163,7 +163,7 @@ const pipeline = {
   look(action) {
     this.current = action;
     const took = `${this.timeText(action.end - action.begin)} from ${this.timeText(action.begin)}`;
-    $("action").replaceChildren(el("b", {}, action.label), ` ${ACTION_WORDS[action.kind]}, ${this.plan.programs[action.part].title}, ${took}; rank ${action.rank} holds ${bytesText(action.most)}, ${bytesText(action.behind)} behind it`);
+    $("action").replaceChildren(el("b", {}, action.label), ` ${ACTION_WORDS[action.kind]}, ${this.plan.programs[action.part].title}, ${took}; rank ${action.rank} holds ${bytesText(action.most)}, ${bytesText(action.after)} after it`);
     this.plot.redraw(false);
   },
 
