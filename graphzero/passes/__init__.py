@@ -19,6 +19,7 @@ from graphzero.passes.experts.split_experts import SplitExperts
 from graphzero.passes.experts.split_routing import SplitRouting
 from graphzero.passes.fuse.fuse_adam import FuseAdam
 from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
+from graphzero.passes.fuse.fuse_pieces import FusePieces
 from graphzero.passes.fuse.join_updates import JoinUpdates
 from graphzero.passes.memory.dead_code import DeadCode
 from graphzero.passes.memory.delay_gradients import DelayGradients
@@ -44,7 +45,7 @@ from graphzero.passes.schedule.slots import Slots
 
 __all__ = [
     "Assign", "Bucket", "BuiltinPass", "CopyOld", "DeadCode", "Expand", "Fuse", "FuseAdam", "FuseCrossEntropy",
-    "Group", "InsertBoxing", "JoinUpdates", "KeepGathered", "Launch", "Localize", "LowerBoxing",
+    "FusePieces", "Group", "InsertBoxing", "JoinUpdates", "KeepGathered", "Launch", "Localize", "LowerBoxing",
     "CastBeforeGather", "Options", "DelayGradients", "Overlap", "OverlapUpdate", "PadTargets", "Pass", "PassEntry",
     "Pin", "Pipeline", "Propagate", "Recompute", "Record", "RingAttention", "InPlace", "Schedule", "Slots",
     "SplitAttention", "SplitExperts", "SplitRouting", "OptimizerInBackward", "Zero", "default_passes", "host_memory",

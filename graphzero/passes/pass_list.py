@@ -24,6 +24,7 @@ from graphzero.passes.experts.split_routing import SplitRouting
 from graphzero.passes.fuse.fuse_accumulate import FuseAccumulate
 from graphzero.passes.fuse.fuse_adam import FuseAdam
 from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
+from graphzero.passes.fuse.fuse_pieces import FusePieces
 from graphzero.passes.fuse.join_updates import JoinUpdates
 from graphzero.passes.memory.dead_code import DeadCode
 from graphzero.passes.memory.delay_gradients import DelayGradients
@@ -167,6 +168,7 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(Localize, "lowered"),
     PassEntry(FuseCrossEntropy, "local", lambda options: options.optimise, "fuse"),
     PassEntry(FuseAccumulate, "local", lambda options: options.optimise and _adds_up(options), "fuse"),
+    PassEntry(FusePieces, "local", lambda options: options.optimise, "fuse"),
     PassEntry(FuseAdam, "local", lambda options: options.optimise, "fuse"),
     PassEntry(Recompute, "local", lambda options: bool(options.recompute)),
     PassEntry(KeepGathered, "local", lambda options: options.gathers and options.keep_gathered is not None),

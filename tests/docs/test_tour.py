@@ -14,7 +14,7 @@ from doc_blocks import ROOT, blocks_of
 from graphzero.cli import main
 
 LINE = (
-    "pin,zero{stage=2},expand,propagate,insert_boxing,lower_boxing,localize,fuse_cross_entropy,fuse_adam,"
+    "pin,zero{stage=2},expand,propagate,insert_boxing,lower_boxing,localize,fuse_cross_entropy,fuse_pieces,fuse_adam,"
     "bucket,launch,overlap,overlap_update,copy_old,assign,slots,dead_code,in_place,join_updates"
 )
 

@@ -250,7 +250,7 @@ def test_options_reach_every_pass_that_takes_them() -> None:
 
 def test_a_group_is_its_passes_under_one_name() -> None:
     fused, ordered = Fuse().passes, Schedule(100, optimizer_in_backward=True).passes
-    assert [pass_name(one) for one in fused] == ["fuse_cross_entropy", "fuse_adam"]
+    assert [pass_name(one) for one in fused] == ["fuse_cross_entropy", "fuse_pieces", "fuse_adam"]
     passes = default_passes(Options(bucket_bytes=100, optimizer_in_backward=True), [(ahead, "schedule")])
     at = passes.index(ahead)
     assert passes[at - len(ordered) : at] == list(ordered)
