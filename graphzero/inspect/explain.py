@@ -178,7 +178,7 @@ def _find(graph: StepGraph, name: str, later: Sequence[StepGraph]) -> fx.Node:
 
 
 def _made_from(node: fx.Node) -> fx.Node:
-    """The value after one that a pass has added: the member of a bucket that is selected, else the first operand."""
+    """The source of a value that a pass has added: the member of a bucket that is selected, else the first operand."""
     delivery = delivered(node)
     return delivery[0].members[delivery[1]] if delivery is not None else node.all_input_nodes[0]
 

@@ -122,7 +122,7 @@ def is_copy(target: Any) -> bool:
 
 
 def unnamed(node: fx.Node) -> fx.Node:
-    """The value after other names of it."""
+    """The value that a node is, or is another name of."""
     while is_name(node.target):
         node = value.operand(node)
     return node

@@ -22,7 +22,7 @@ MM = torch.ops.aten.mm.default
 class FuseAccumulate(BuiltinPass):
     """Adds matrix products to accumulators as they are computed; changes at most the rounding of a sum.
 
-    Requires: accumulators that are alone.
+    Requires: accumulators that stand alone.
     Ensures: a product of the accumulator's dtype without other readers is an ``accumulate_mm``.
 
     Example::

@@ -182,7 +182,7 @@ class OpWriter:
 
 
 def _viewed_value(x: Any) -> Any:
-    """The value after other names and views of it; None for a number."""
+    """The value that this is, or is a name or a view of; None for a number."""
     while isinstance(x, fx.Node) and (is_name(x.target) or is_whole_view(x.target)):
         x = x.args[0]
     return x if isinstance(x, fx.Node) else None
