@@ -38,13 +38,13 @@ from parity import TrainGraph
 from workloads import WORKLOADS, Batch
 
 import graphzero as gz
-from graphzero.cli.calibrate import SIZES, calibrate, in_groups
-from graphzero.cli.calibrate_compute import measured_device
 from graphzero.cli.plan import plan_at
 from graphzero.cli.plan_report import StagePlan
 from graphzero.config import Settings
 from graphzero.plan import mega
 from graphzero.plan.device import INSIDE, Device
+from graphzero.plugins.calibrate.command import SIZES, calibrate, in_groups
+from graphzero.plugins.calibrate.compute import measured_device
 from graphzero.plugins.tune.captured_step import captured_step
 from graphzero.plugins.tune.layout import Layout, axes_of
 from graphzero.plugins.tune.patterns import patterns

@@ -36,7 +36,7 @@ Train()(torch.ones(2, 2))
 """
 UNUSED = (
     "graphzero.testing",
-    "graphzero.cli.calibrate",
+    "graphzero.plugins.calibrate",
     "graphzero.inspect.explain",
     "graphzero.cli",
     "graphzero.inspect",

@@ -1,6 +1,5 @@
 """The command ``graphzero``: questions about a step from a shell, without a training script.
 
-    graphzero calibrate FILE:FACTORY    time the links of the FACTORY's placement; see ``calibrate``
     graphzero opt FILE --passes TEXT    run passes over a printed program; see ``opt``
     graphzero plan FILE:FACTORY         say what a step costs on ranks that are not there; see ``plan``
 
@@ -21,7 +20,7 @@ from typing import Protocol
 import torch
 
 from graphzero import __version__
-from graphzero.cli import calibrate, opt, plan
+from graphzero.cli import opt, plan
 from graphzero.errors import ConfigError, GraphZeroError, PlacementError
 from graphzero.extensions import COMMANDS, Extension, extensions
 
@@ -37,7 +36,7 @@ class Command(Protocol):
     def run(self) -> Callable[[argparse.Namespace], int | None]: ...
 
 
-BUILT_IN: dict[str, Command] = {"calibrate": calibrate, "opt": opt, "plan": plan}
+BUILT_IN: dict[str, Command] = {"opt": opt, "plan": plan}
 
 
 STOPPED, UNREAD = 128 + 2, 128 + 13  # by SIGINT, by SIGPIPE

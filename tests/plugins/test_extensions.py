@@ -75,7 +75,7 @@ def test_the_plug_ins_of_graphzero_are_those_that_it_declares_and_each_loads() -
     assert setup["metadata"]["name"] == extensions.DISTRIBUTION
     declared = {point: sorted(extensions.extensions(point)) for point in extensions.POINTS}
     assert declared == {
-        "graphzero.commands": ["doctor", "show", "trace", "tune"],
+        "graphzero.commands": ["calibrate", "doctor", "show", "trace", "tune"],
         "graphzero.passes": ["stack_updates"],
         "graphzero.settings": ["shapes"],
         "graphzero.inputs": ["shapes"],

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import graphzero
 from graphzero import _compat
 from graphzero.cli import factory
-from graphzero.cli.calibrate import calibrate
 from graphzero.plan.device import Device
+from graphzero.plugins.calibrate.command import calibrate
 from graphzero.plugins.doctor.checks import Finding, check_ranks, check_speed, check_versions, link_text, measure_pace
 from graphzero.runtime.world import launch
 from graphzero.runtime.world.accelerators import ACCELERATORS

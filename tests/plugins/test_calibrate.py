@@ -16,11 +16,11 @@ from graphs import TrainGraph, mean_square
 
 import graphzero as gz
 from graphzero.cli import main
-from graphzero.cli.calibrate import MeasuredLink, Sample, calibrate, fit, on_any_axes, table
-from graphzero.cli.calibrate_compute import measured_device, shares
 from graphzero.config import GraphConfig
 from graphzero.plan.device import Device
 from graphzero.plan.timeline import timeline
+from graphzero.plugins.calibrate.command import MeasuredLink, Sample, calibrate, fit, on_any_axes, table
+from graphzero.plugins.calibrate.compute import measured_device, shares
 from graphzero.sbp.boxing import COLLECTIVES, wire_bytes
 from graphzero.sbp.link_costs import messages
 from graphzero.testing.timer import StepTimes

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphzero.cli import factory
-from graphzero.cli.calibrate_compute import measured_device
 from graphzero.cli.output import check_output, write_output
 from graphzero.errors import ConfigError
 from graphzero.plan.device import Device
+from graphzero.plugins.calibrate.compute import measured_device
 from graphzero.runtime.transport.primitives import Handle
 from graphzero.runtime.world import launch
 from graphzero.runtime.world.accelerators import synchronize
