@@ -354,13 +354,14 @@ def language_loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(input_ids=x, labels=x).loss  # type: ignore[no-any-return]
 
 
-def trained(model: nn.Module, pp: int, stage: int = 2, **options: Any) -> tuple[list[Tensor], TrainGraph]:
-    model = copy.deepcopy(model)
+def trained(
+    model: nn.Module, pp: int, stage: int = 2, micro_batches: int = 4, **options: Any
+) -> tuple[list[Tensor], TrainGraph]:
+    model, options = copy.deepcopy(model), {"clip": 1.0, "stage": stage, "micro_batches": micro_batches, **options}
     if pp:
-        graph = auto_graph(model, pp, loss_fn=language_loss, clip=1.0, stage=stage, **options)
+        graph = auto_graph(model, pp, loss_fn=language_loss, **options)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        graph = TrainGraph(model, language_loss, optimizer, clip=1.0, stage=stage, micro_batches=4, **options)
+        graph = TrainGraph(model, language_loss, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
     torch.manual_seed(3)
     return tensors_of(([graph(x) for x in tokens()], graph.full_state_dict())), graph
 
@@ -398,10 +399,11 @@ def test_models_of_transformers_compute_what_they_compute_without_stages(make: C
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_tied_weight_is_cast_on_the_stage_that_has_it(stage: int) -> None:
-    model, results = gpt2(tied=True), []
+    """To the bit with one micro-batch; with more, 16-bit sums of a tied weight's gradients round in another order."""
+    model, results = gpt2(tied=True, layers=1), []
     for pp in (0, 2):
-        results.append(trained(model, pp, stage=stage, dtype=torch.bfloat16)[0])
-    assert all(torch.allclose(*pair, rtol=0, atol=1e-3) for pair in zip(*results, strict=True))
+        results.append(trained(model, pp, stage, micro_batches=1, dtype=torch.bfloat16)[0])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("make", [gpt2, t5])

@@ -52,8 +52,7 @@ class ValueStages:
             if node in self.recomputed:
                 self.stages[node] = self.stages[self.recomputed[node]]
                 continue
-            is_placed = self._marked_stage(node) is not None and not value.has_role(node, "param")  # its 16-bit cast
-            if is_placed or self.gradients & {*node.all_input_nodes}:
+            if self._marked_stage(node) is not None or self.gradients & {*node.all_input_nodes}:
                 self.gradients.add(node)
             self.stages[node] = self._stage_of(node, self._backward_stage)
         self._settle_saved(backward)
