@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from graphzero.passes import Pipeline
     from graphzero.plan import Plan
     from graphzero.plugins.deepspeed import DeepSpeed as DeepSpeed
+    from graphzero.plugins.explain import explain as explain
     from graphzero.plugins.page import save_page as save_page
     from graphzero.plugins.profiler import Trace as Trace
     from graphzero.plugins.profiler import trace as trace
@@ -85,7 +86,7 @@ _HOMES = {
     "Trace": "plugins.profiler",
     "VerifyError": "errors",
     "check": "inspect",
-    "explain": "inspect.explain",
+    "explain": "plugins.explain",
     "latest": "serialization",
     "load": "serialization",
     "load_pretrained": "serialization",

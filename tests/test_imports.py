@@ -37,7 +37,7 @@ Train()(torch.ones(2, 2))
 UNUSED = (
     "graphzero.testing",
     "graphzero.plugins.calibrate",
-    "graphzero.inspect.explain",
+    "graphzero.plugins.explain",
     "graphzero.cli",
     "graphzero.inspect",
 )

@@ -14,7 +14,6 @@ from torch import fx
 
 from graphzero.errors import ConfigError
 from graphzero.graph import Graph
-from graphzero.inspect.stage_parts import node_of_part, place_lines
 from graphzero.ir import calls, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.printer import print_line, show_as_printed
@@ -25,6 +24,7 @@ from graphzero.passes import Expand, SplitAttention
 from graphzero.passes.place.forward_sweep import AxisPropagation, Option
 from graphzero.passes.place.propagate import propagation
 from graphzero.plan.expert_choices import choice_line, expert_choices
+from graphzero.plugins.explain.stage_parts import node_of_part, place_lines
 from graphzero.sbp import boxing, registry
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.signature import Signature
@@ -280,6 +280,3 @@ def _lost(axis: AxisPropagation, node: fx.Node, final: Signature) -> Iterator[st
         reason = uneven[0] if uneven else "no signature of the op reads it so"
         moved = "gathered" if want.is_broadcast else f"moved to {want}"
         yield f"{operand.name} is {moved} for it: {stands} would not survive, {reason}"
-
-
-__all__ = ["SbpChoice", "Explanation", "explain"]
