@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from graphzero.plugins.deepspeed import DeepSpeed as DeepSpeed
     from graphzero.plugins.explain import explain as explain
     from graphzero.plugins.page import save_page as save_page
+    from graphzero.plugins.pretrained import load_pretrained as load_pretrained
+    from graphzero.plugins.pretrained import materialize as materialize
+    from graphzero.plugins.pretrained import save_pretrained as save_pretrained
     from graphzero.plugins.profiler import Trace as Trace
     from graphzero.plugins.profiler import trace as trace
     from graphzero.plugins.ragged.batches import until_all_end as until_all_end
@@ -45,10 +48,7 @@ if TYPE_CHECKING:
     from graphzero.sbp.placement import Placement, placement
     from graphzero.serialization import latest as latest
     from graphzero.serialization import load as load
-    from graphzero.serialization import load_pretrained as load_pretrained
-    from graphzero.serialization import materialize as materialize
     from graphzero.serialization import save as save
-    from graphzero.serialization import save_pretrained as save_pretrained
 
 __version__ = "0.1.0"
 
@@ -89,14 +89,14 @@ _HOMES = {
     "explain": "plugins.explain",
     "latest": "serialization",
     "load": "serialization",
-    "load_pretrained": "serialization",
-    "materialize": "serialization",
+    "load_pretrained": "plugins.pretrained",
+    "materialize": "plugins.pretrained",
     "local_region": "region",
     "parse": "ir.text.parser",
     "placement": "sbp.placement",
     "save": "serialization",
     "save_page": "plugins.page",
-    "save_pretrained": "serialization",
+    "save_pretrained": "plugins.pretrained",
     "set_logs": "logs",
     "to_global": "convert",
     "to_local": "convert",

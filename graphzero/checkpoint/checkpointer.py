@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from graphzero.checkpoint import pretrained
 from graphzero.checkpoint.expected_sbp import ExpectedSbp, ExpectedStates
 from graphzero.checkpoint.files import folder
 from graphzero.checkpoint.files.async_save import Saved
@@ -29,6 +28,7 @@ from graphzero.logs import event
 from graphzero.runtime.world.consensus import FULL, LOAD, SAVE, Topic
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.sbp.types import Nd
+from graphzero.step.program import StepProgram
 from graphzero.step.program_selector import ProgramSelector
 from graphzero.step.user_graph import UserGraph
 
@@ -39,40 +39,45 @@ _FIND = Topic("gz.load of {}, found", "the checkpoint to load", _READ.hint)
 
 
 class Checkpointer:
-    """State dicts and checkpoints of one Graph."""
+    """State dicts and checkpoints of one Graph, whose contents are ``source``."""
 
     def __init__(self, source: UserGraph, selector: ProgramSelector) -> None:
-        self._source, self._selector = source, selector
+        self.source, self._selector = source, selector
         self._under_way: Saved | None = None
+
+    @property
+    def program(self) -> StepProgram | None:
+        """The program that was compiled last."""
+        return self._selector.last
 
     # ---- state dicts
 
     def outline(self) -> dict[str, Any]:
         """The state dict with live tensors."""
-        state, last = self._source.state(), self._selector.last
+        state, last = self.source.state(), self._selector.last
         reason = state.partial_update_reason()
         if reason:
             warnings.warn(reason, stacklevel=5)
         program = (None, ()) if last is None else (last.graph, last.captured.states)
-        return move_out_of_modules(collect.outline(state, self._source.schedulers, *program))
+        return move_out_of_modules(collect.outline(state, self.source.schedulers, *program))
 
     def state_dict(self) -> dict[str, Any]:
-        outline, ranks, placement = self.outline(), self._source.ranks, self._source.whole_placement
+        outline, ranks, placement = self.outline(), self.source.ranks, self.source.whole_placement
         if not any(collect.is_sectioned(x) for _, x in collect.tensors_with_paths(outline)):
             return cast("dict[str, Any]", collect.without_sections(outline, placement))
-        with ranks.together(f"state_dict() of {self._source.name}"):
+        with ranks.together(f"state_dict() of {self.source.name}"):
             ranks.agree_on(SAVE, lambda: outline, collect.describe_tensors)
             return cast("dict[str, Any]", collect.without_sections(outline, placement))
 
     def full_state_dict(self) -> dict[str, Any]:
-        source, ranks = self._source, self._source.ranks
+        source, ranks = self.source, self.source.ranks
         with ranks.together(f"full_state_dict() of {source.name}"):
             outline = ranks.agree_on(FULL, self.outline, collect.describe_tensors)
             reason = source.state().partial_update_reason()
             return cast("dict[str, Any]", collect.gather_full(outline, source.whole_placement, reason))
 
     def load_state_dict(self, sd: Any, strict: bool) -> None:
-        source, program = self._source, self._selector.last
+        source, program = self.source, self._selector.last
         state, schedulers = source.state(), source.schedulers
         sd = move_into_modules(sd, state.modules)
         source.forget_epochs()
@@ -102,7 +107,7 @@ class Checkpointer:
 
     def save(self, path: Path, keep: int | None, asynchronous: bool, extra: Any, frozen: str) -> Saved:
         """See ``gz.save``."""
-        source, ranks = self._source, self._source.ranks
+        source, ranks = self.source, self.source.ranks
         self._check_world("saved")
 
         def make_snapshot() -> CheckpointSnapshot:
@@ -125,7 +130,7 @@ class Checkpointer:
 
     def load(self, path: Path, strict: bool) -> Any:
         """See ``gz.load``."""
-        source, ranks, state = self._source, self._source.ranks, self._source.state()
+        source, ranks, state = self.source, self.source.ranks, self.source.state()
         self._check_world("loaded")
         with ranks.together(f"gz.load of {source.name}"):
             if self._under_way is not None:
@@ -142,16 +147,8 @@ class Checkpointer:
         event("checkpoint_loaded", f"{source.name} loaded {where}", graph=source.name, path=str(where))
         return restore.extra
 
-    def materialize(self, init: Any) -> None:
-        """See ``gz.materialize``."""
-        pretrained.materialize(self._source, self._selector.last, init)
-
-    def load_pretrained(self, path: Path, module: str | None, rename: Any, strict: bool) -> None:
-        """See ``gz.load_pretrained``."""
-        pretrained.load_pretrained(self._source, self._selector.last, path, module, rename, strict)
-
     def _restore_operation(self, where: Path, strict: bool) -> RestoreOperation:
-        source, state = self._source, self._source.state()
+        source, state = self.source, self.source.state()
         expected_states = ExpectedStates(source.optimizers, state, self._selector.last)
         expected_sbp = ExpectedSbp(source, self._selector.last)
         return RestoreOperation(
@@ -160,4 +157,4 @@ class Checkpointer:
 
     def _check_world(self, doing: str) -> None:
         if has_fake_world():
-            raise ConfigError(f"{self._source.name} is {doing} in a fake world, which holds no values of other ranks")
+            raise ConfigError(f"{self.source.name} is {doing} in a fake world, which holds no values of other ranks")

@@ -10,7 +10,7 @@ import pytest
 # Resident memory is counted, not page faults: their number depends on whether the kernel has huge pages to give.
 RETURNED = """
 import os, torch
-from graphzero.runtime.host_memory import freed_at_once
+from graphzero.plugins.pretrained.host_memory import freed_at_once
 def resident():
     with open("/proc/self/statm") as counts:
         return int(counts.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

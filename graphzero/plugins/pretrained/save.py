@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as other tools read them: safetensors files with whole tensors, and their index.
+"""``gz.save_pretrained``: weights of a checkpoint as other tools read them, whole tensors in safetensors files.
 
 It is written tensor by tensor, by one process, from the files of a checkpoint; no Graph and no other rank is needed.
 """
@@ -10,18 +10,47 @@ import os
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from graphzero.checkpoint.files import blocks, folder, safetensors
+from graphzero.checkpoint.files.folder import absolute_path
 from graphzero.checkpoint.files.index import CheckpointIndex, StoredTensor, read_index
 from graphzero.checkpoint.files.read_chunks import TensorRead, read_tensors
-from graphzero.errors import CheckpointError
+from graphzero.errors import CheckpointError, ConfigError
 from graphzero.sbp.placement import placement
 
 
-def export(checkpoint: Path, path: Path, module: str | None, dtype: torch.dtype | None, shard_bytes: int) -> list[Path]:
-    """See ``gz.save_pretrained``.  Returns the files, in order."""
+def save_pretrained(
+    checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, module: str | None = None,
+    dtype: torch.dtype | None = None, config: Any = None, shard_bytes: int = 5_000_000_000,
+) -> list[Path]:  # fmt: skip
+    """Write the weights of a checkpoint as safetensors files that ``from_pretrained`` and ``load_pretrained`` read.
+
+    One process calls it, at any time.  It reads ``checkpoint``, which ``gz.save`` wrote (or the newest one in a
+    folder), one tensor at a time, and needs no Graph.
+
+    module: the attribute whose weights to write, if there are several.  dtype: the dtype of floating tensors.
+    config: an object with a method ``save_pretrained(path)``, such as ``model.config`` of transformers.
+    shard_bytes: the size of the largest file.  Of tied tensors the first is written, as those readers expect.
+
+    Returns the files.  Raises CheckpointError for a checkpoint that was altered.
+    """
+    if type(shard_bytes) is not int or shard_bytes < 1:
+        raise ConfigError(f"gz.save_pretrained(shard_bytes={shard_bytes!r}): give the bytes of the largest file")
+    caller = "gz.save_pretrained"
+    out = absolute_path(path, caller)
+    files = _export(absolute_path(checkpoint, caller), out, module, dtype, shard_bytes)
+    if config is not None:
+        config.save_pretrained(out)
+    return files
+
+
+def _export(
+    checkpoint: Path, path: Path, module: str | None, dtype: torch.dtype | None, shard_bytes: int
+) -> list[Path]:
+    """Write the files; returns them in order."""
     where = folder.find_checkpoint(checkpoint)
     index = read_index(where)
     for name, checksums in index.files.items():
