@@ -110,9 +110,13 @@ class StepGraph:
                 yield node
 
     def node(self, name: str) -> Node:
-        """The node that prints as ``name``.  Raises VerifyError where there is none."""
+        """The node that prints as ``name``, or the parameter, buffer, state or input of that path.
+
+        Paths are as in ``param(...)`` of the text, "model.2.weight"; a state's ends in its name, ".weight/exp_avg".
+        Raises VerifyError where there is none.
+        """
         for node in self.nodes:
-            if node.name == name:
+            if name in (node.name, value.path_of(node)):
                 return node
         raise VerifyError(f"graph {self.name} has no value named {name!r}; print it to see the names: print(graph)")
 

@@ -223,6 +223,12 @@ def has_role(node: fx.Node, *kinds: str) -> bool:
     return role is not None and role.kind in kinds
 
 
+def path_of(node: fx.Node) -> str | None:
+    """The path of an input of the step, "model.weight" or "model.weight/exp_avg"; None without a dot, as names are."""
+    role = role_of(node) if node.op == "placeholder" else None
+    return role.path if role is not None and "." in role.path else None
+
+
 def is_recomputed(node: fx.Node) -> bool:
     """Return whether the node computes, in backward, what forward has computed before."""
     return has_role(node, "recompute")

@@ -44,7 +44,7 @@ def test_a_value_that_is_sent_says_from_where_to_where(graph: Any) -> None:
 
 
 def test_parameters_accumulators_and_what_goes_once_a_step(graph: Any) -> None:
-    assert gz.explain(graph, "model_head_weight").places == [
+    assert gz.explain(graph, "model.head.weight").places == [
         "on stage 1 (rank 1 along pp), read in forward@1, backward@1, epilogue1@1"
     ]
     (factor,) = [node.name for node in graph.program.nodes if str(node.target) == "aten.clamp.default"]
@@ -67,6 +67,8 @@ def test_a_name_of_several_parts_asks_which(graph: Any) -> None:
         gz.explain(graph, "forward@7.launch")
     with pytest.raises(gz.ConfigError, match="no tensor called 'nothing'"):
         gz.explain(graph, "nothing")
+    with pytest.raises(gz.ConfigError, match="no tensor called 'model.head.wait'; did you mean model.head.weight"):
+        gz.explain(graph, "model.head.wait")
 
 
 def test_without_stages_nothing_is_said_of_them() -> None:

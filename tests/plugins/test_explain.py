@@ -79,6 +79,8 @@ def test_inputs_and_pins_are_told_from_choices(graph: gz.Graph) -> None:
     pinned = gz.explain(graph, "model_0_weight")
     assert [choice.why for choice in pinned.choices] == ["pinned", "pinned"]
     assert all(not choice.options for choice in pinned.choices)
+    assert gz.explain(graph, "model.0.weight") == pinned
+    assert graph.program.node("model.0.weight") is graph.program.node("model_0_weight")
 
 
 def test_a_value_that_a_later_pass_made_is_explained_by_what_it_is_made_of(graph: gz.Graph) -> None:

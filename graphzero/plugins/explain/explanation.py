@@ -103,15 +103,17 @@ def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
     """Explain a value's SBP: the signatures its op allows, what each would have cost, what was taken.
 
     graph: a compiled Graph, or a StepGraph of level "captured" with its pins (``history`` has it as what
-    ``propagate`` was given).  value_: a value, or its name as it is printed; of pipeline stages also one of
-    ``stage_programs``, "epilogue@0.launch" where parts have different values of a name.  Costs are bytes that one rank
-    sends for boxing the op's operands, given all that was boxed above it; with ``config.set_links``, those that the
-    axis of greatest bandwidth would carry in the same time.
+    ``propagate`` was given).  value_: a value, or its name as it is printed, or the path of a parameter, buffer or
+    state, "model.2.weight", "model.2.weight/exp_avg"; of pipeline stages also a name of ``stage_programs``,
+    "epilogue@0.launch" where parts have different values of a name.  Costs are bytes that one rank sends for boxing the
+    op's operands, given all that was boxed above it; with ``config.set_links``, those that the axis of greatest
+    bandwidth would carry in the same time.
 
     Raises:
         ConfigError: the Graph is not compiled, the graph is propagated already, or it has no such value.
     """
     given = _given(graph)
+    value_ = next((node.name for node in given.placeholders() if value.path_of(node) == value_), value_)
     links = graph.plan.links if isinstance(graph, Graph) else ()
     expanded, axes = propagation(Expand(links)(given), links, notes=True)
     program = graph.compiled_program("explanation") if isinstance(graph, Graph) else None
@@ -169,10 +171,11 @@ def _find(graph: StepGraph, name: str, later: Sequence[StepGraph]) -> fx.Node:
             while (name := node.name.removesuffix("_mb").removesuffix("_sum")) not in named and node.all_input_nodes:
                 node = _made_from(node)
     if name not in named or value.is_scalar(named[name]):
-        near = difflib.get_close_matches(name, named, n=4)
+        paths = filter(None, map(value.path_of, graph.placeholders()))
+        near = difflib.get_close_matches(name, [*named, *paths], n=4)
         hint = f"; did you mean {', '.join(near)}?" if near else ""
         raise ConfigError(
-            f"explain: graph {graph.name} has no tensor called {name!r}{hint} print(graph) shows the names"
+            f"explain: graph {graph.name} has no tensor called {name!r}{hint}\n  print(graph) shows the names"
         )
     return named[name]
 

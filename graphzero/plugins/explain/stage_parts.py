@@ -22,7 +22,7 @@ def node_of_part(pipeline: PipelineProgram, flat: StepGraph, value_: fx.Node | s
     parts = pipeline.parts.parts
     if isinstance(value_, fx.Node):
         return next((part for part in parts if value_.graph is part.graph.graph), None), value_.name
-    prefix, _, name = value_.rpartition(".")
+    prefix, _, name = value_.rpartition(".") if "@" in value_ else ("", "", value_)
     if prefix:
         part = next((part for part in parts if str(part.key) == prefix), None)
         if part is None:
