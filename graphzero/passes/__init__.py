@@ -17,10 +17,6 @@ from graphzero.passes.boxing.lower_boxing import LowerBoxing
 from graphzero.passes.boxing.ring_attention import RingAttention
 from graphzero.passes.experts.split_experts import SplitExperts
 from graphzero.passes.experts.split_routing import SplitRouting
-from graphzero.passes.fuse.fuse_adam import FuseAdam
-from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
-from graphzero.passes.fuse.fuse_pieces import FusePieces
-from graphzero.passes.fuse.join_updates import JoinUpdates
 from graphzero.passes.memory.dead_code import DeadCode
 from graphzero.passes.memory.delay_gradients import DelayGradients
 from graphzero.passes.memory.in_place import InPlace
@@ -44,12 +40,11 @@ from graphzero.passes.schedule.overlap import Overlap, OverlapUpdate
 from graphzero.passes.schedule.slots import Slots
 
 __all__ = [
-    "Assign", "Bucket", "BuiltinPass", "CopyOld", "DeadCode", "Expand", "Fuse", "FuseAdam", "FuseCrossEntropy",
-    "FusePieces", "Group", "InsertBoxing", "JoinUpdates", "KeepGathered", "Launch", "Localize", "LowerBoxing",
-    "CastBeforeGather", "Options", "DelayGradients", "Overlap", "OverlapUpdate", "PadTargets", "Pass", "PassEntry",
-    "Pin", "Pipeline", "Propagate", "Recompute", "Record", "RingAttention", "InPlace", "Schedule", "Slots",
-    "SplitAttention", "SplitExperts", "SplitRouting", "OptimizerInBackward", "Zero", "default_passes", "host_memory",
-    "parse_passes", "pass_name", "print_passes",
+    "Assign", "Bucket", "BuiltinPass", "CopyOld", "DeadCode", "Expand", "Fuse", "Group", "InsertBoxing",
+    "KeepGathered", "Launch", "Localize", "LowerBoxing", "CastBeforeGather", "Options", "DelayGradients", "Overlap",
+    "OverlapUpdate", "PadTargets", "Pass", "PassEntry", "Pin", "Pipeline", "Propagate", "Recompute", "Record",
+    "RingAttention", "InPlace", "Schedule", "Slots", "SplitAttention", "SplitExperts", "SplitRouting",
+    "OptimizerInBackward", "Zero", "default_passes", "host_memory", "parse_passes", "pass_name", "print_passes",
 ]  # fmt: skip
 
 

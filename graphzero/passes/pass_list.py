@@ -21,11 +21,6 @@ from graphzero.passes.boxing.ring_attention import RingAttention
 from graphzero.passes.experts.expert_ways import CAPACITY
 from graphzero.passes.experts.split_experts import SplitExperts
 from graphzero.passes.experts.split_routing import SplitRouting
-from graphzero.passes.fuse.fuse_accumulate import FuseAccumulate
-from graphzero.passes.fuse.fuse_adam import FuseAdam
-from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
-from graphzero.passes.fuse.fuse_pieces import FusePieces
-from graphzero.passes.fuse.join_updates import JoinUpdates
 from graphzero.passes.memory.dead_code import DeadCode
 from graphzero.passes.memory.delay_gradients import DelayGradients
 from graphzero.passes.memory.in_place import InPlace
@@ -113,10 +108,10 @@ class Options:
         """Whether parameters are split between steps, so that forward gathers them."""
         return self.stage == 3 or (self.masters and self.stage > 0)
 
-
-def _adds_up(options: Options) -> bool:
-    """Return whether what is a sum over the batch is added up part by part."""
-    return options.micro_batches > 1 or options.tiles > 1
+    @property
+    def adds_up(self) -> bool:
+        """Whether what is a sum over the batch is added up part by part."""
+        return self.micro_batches > 1 or self.tiles > 1
 
 
 @dataclass(frozen=True)
@@ -125,8 +120,8 @@ class PassEntry:
 
     kind: a dataclass that is called with a graph; its name in snake case is the pass's.
     level: of the graphs that it runs on.  when: the options with which it is there.  group: what it and the passes
-    beside it also go by.
-    after: of a plug-in's pass, the name of the pass that it follows.
+    beside it also go by, one of ``GROUPS``.
+    after: of a plug-in's pass, the name of the pass that it follows; in a group that has passes, it is the last one.
     """
 
     kind: type[Pass]
@@ -152,7 +147,7 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(Pin, "captured"),
     PassEntry(Zero, "captured", lambda options: options.stage > 0),
     PassEntry(CastBeforeGather, "captured", lambda options: options.masters),
-    PassEntry(CountTargets, "captured", _adds_up),
+    PassEntry(CountTargets, "captured", lambda options: options.adds_up),
     PassEntry(AssignStages, "captured", lambda options: bool(options.pipeline_stages)),
     PassEntry(SplitAttention, "captured"),
     PassEntry(PadTargets, "captured"),
@@ -166,10 +161,6 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(LowerBoxing, "boxed"),
     PassEntry(RingAttention, "lowered", lambda options: has_ring(options.split_attention)),
     PassEntry(Localize, "lowered"),
-    PassEntry(FuseCrossEntropy, "local", lambda options: options.optimise, "fuse"),
-    PassEntry(FuseAccumulate, "local", lambda options: options.optimise and _adds_up(options), "fuse"),
-    PassEntry(FusePieces, "local", lambda options: options.optimise, "fuse"),
-    PassEntry(FuseAdam, "local", lambda options: options.optimise, "fuse"),
     PassEntry(Recompute, "local", lambda options: bool(options.recompute)),
     PassEntry(KeepGathered, "local", lambda options: options.gathers and options.keep_gathered is not None),
     PassEntry(DelayGradients, "local", lambda options: options.delay_gradients),
@@ -186,10 +177,7 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(OffloadStates, "local", lambda options: options.offload_states),
     PassEntry(OffloadActivations, "local", lambda options: bool(options.offload_activations)),
     PassEntry(InPlace, "local", lambda options: options.optimise),
-    PassEntry(JoinUpdates, "local", lambda options: options.optimise),
 )
-
-_LAST = {entry.group: entry for entry in BUILT_IN if entry.group}  # of each group
 
 
 @cache
@@ -214,11 +202,14 @@ def _insert_entry(entries: list[PassEntry], plugin: Extension) -> bool:
         raise plugin.refusal("is not a pass: give a graphzero.passes.PassEntry of a dataclass")
     if entry.name != plugin.name or any(entry.name in (other.name, other.group) for other in entries):
         raise plugin.refusal(f"has a pass called {entry.name!r}: that is the name of another pass, or not its own")
+    if entry.group and entry.group not in GROUPS:
+        raise plugin.refusal(f"has a pass in the group {entry.group!r}; groups are {', '.join(GROUPS)}")
     followed = [i for i, other in enumerate(entries) if entry.after in (other.name, other.group)]
     if not followed or not entry.after:
         return False
-    at = followed[-1] + 1
-    while at < len(entries) and entries[at].after == entry.after:
+    grouped = [i for i, other in enumerate(entries) if entry.group and other.group == entry.group]
+    at = (grouped or followed)[-1] + 1
+    while not grouped and at < len(entries) and entries[at].after == entry.after and not entries[at].group:
         at += 1
     level = level_after(entries, at - 1)
     if entry.level != level:
@@ -234,7 +225,7 @@ def pass_names() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Fuse(Group):
-    """Several ops become one that computes the same, in less memory or time.
+    """Several ops become one that computes the same, in less memory or time: passes of plug-ins, after ``localize``.
 
     Changes no value, but for the rounding of Adam's update and the sign of zeros.  Sizes in arguments are this rank's
     by now: an op that is still ATen's sees the dims that it works on whole.
@@ -286,10 +277,11 @@ def default_passes(
     since, until: only those from the built-in pass of that name on, there or not, and only those before it.
     """
     options, left, passes = options or Options(), list(own), list[Pass]()
+    last = {entry.group: entry for entry in pass_entries() if entry.group}
     for entry in pass_entries()[slice(_first(since) if since else None, _first(until) if until else None)]:
         passes += [entry.create_pass(options)] if entry.when(options) else []
         passes += _after(entry.name, left)
-        passes += _after(entry.group, left) if _LAST.get(entry.group) is entry else ()
+        passes += _after(entry.group, left) if last.get(entry.group) is entry else ()
     return passes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
@@ -39,6 +40,9 @@ behind_noop = PassEntry(Further, "captured", after="noop")
 behind_nothing = PassEntry(Noop, "captured", after="nothing")
 too_early = PassEntry(Noop, "local", after="zero")
 behind_propagate = PassEntry(Noop, "propagated", after="propagate")
+behind_localize = PassEntry(Further, "local", after="localize")
+in_fuse = PassEntry(Noop, "local", group="fuse", after="localize")
+in_no_group = PassEntry(Noop, "local", group="fused", after="localize")
 setting = PluginSetting(0, Check(lambda x: isinstance(x, int), "give an int"))
 wrong_setting = PluginSetting("", Check(lambda x: isinstance(x, int), "give an int"))
 """
@@ -76,7 +80,14 @@ def test_the_plug_ins_of_graphzero_are_those_that_it_declares_and_each_loads() -
     declared = {point: sorted(extensions.extensions(point)) for point in extensions.POINTS}
     assert declared == {
         "graphzero.commands": ["calibrate", "doctor", "show", "trace", "tune"],
-        "graphzero.passes": ["stack_updates"],
+        "graphzero.passes": [
+            "fuse_accumulate",
+            "fuse_adam",
+            "fuse_cross_entropy",
+            "fuse_pieces",
+            "join_updates",
+            "stack_updates",
+        ],
         "graphzero.settings": ["shapes"],
         "graphzero.inputs": ["shapes"],
         "graphzero.configs": ["deepspeed"],
@@ -108,6 +119,7 @@ def test_metadata_that_is_there_twice_counts_once(site: Site) -> None:
         ("MODULE:too_early", "runs on 'local' graphs, and after zero they are 'captured'"),
         ("MODULE:setting", "is not a pass: give a graphzero.passes.PassEntry of a dataclass"),
         ("MODULE:behind_noop", "has a pass called 'further'"),
+        ("MODULE:in_no_group", "has a pass in the group 'fused'; groups are fuse, schedule"),
     ],
 )
 def test_a_pass_that_cannot_be_used_is_refused_with_its_distribution(site: Site, target: str, problem: str) -> None:
@@ -134,6 +146,19 @@ def test_a_pass_may_stand_at_the_beginning_of_a_level(site: Site) -> None:
     site("passes", "noop", "MODULE:behind_propagate")
     names = pass_names()
     assert names[names.index("propagate") + 1] == "noop"
+
+
+def test_a_pass_of_a_group_is_its_last_and_others_stay_outside(site: Site) -> None:
+    site("passes", "noop", "MODULE:in_fuse", name="a-plugin")
+    site("passes", "further", "MODULE:behind_localize", name="b-plugin")
+    names = pass_names()
+    assert names[names.index("localize") + 1] == "further"
+    assert names[names.index("fuse_adam") + 1] == "noop"
+    assert gz.passes.pass_name(gz.passes.Fuse().passes[-1]) == "noop"
+    own = gz.passes.default_passes(own=[(lambda graph: graph, "fuse")])
+    assert own.index(next(one for one in own if gz.passes.pass_name(one) == "noop")) + 1 == next(
+        i for i, one in enumerate(own) if not dataclasses.is_dataclass(one)
+    )
 
 
 def test_two_distributions_that_declare_one_name_are_refused(site: Site) -> None:

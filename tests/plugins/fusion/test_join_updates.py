@@ -93,7 +93,7 @@ def test_joined_or_not_the_states_are_the_same_to_the_bit(
         return len(calls(graph.program)), graph.full_state_dict()["modules"]["model"]
 
     few, joined = trained()
-    monkeypatch.setattr("graphzero.passes.fuse.join_updates.LISTS", {})
+    monkeypatch.setattr("graphzero.plugins.fusion.join_updates.LISTS", {})
     many, alone = trained()
     assert few < many
     for name, wanted in alone.items():

@@ -1,1 +1,0 @@
-"""Passes that replace several ops by one op that computes the same."""
