@@ -20,7 +20,7 @@ from graphzero.capture.optimizer.stepped_numbers import counts_parameters, hyper
 from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
 from graphzero.capture.optimizer.stepping import OptimizerTracer
 from graphzero.capture.precision import check_masters
-from graphzero.capture.problems import check_classes, check_modules, check_parameters, place_of, problem
+from graphzero.capture.problems import check_classes, check_parameters, place_of, problem
 from graphzero.capture.rewrite.canonicalise import canonicalise, merge_equal
 from graphzero.capture.rewrite.finalize import finalize
 from graphzero.capture.rewrite.parameter_uses import insert_uses
@@ -72,7 +72,6 @@ class _Capture:
         self.carries: list[Carry] = []
 
     def capture_step(self) -> Captured:
-        check_modules(self.root.named_modules())
         check_parameters(self.params)
         check_classes({**self.params, **dict(self.root.named_buffers())})
         check_masters(self.step, self.params)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from graphzero.capture import Input, Inputs
+from graphzero.capture.problems import check_modules
 from graphzero.config import Settings
 from graphzero.errors import ConfigError
 from graphzero.runtime.state import modules as tree
@@ -82,7 +83,8 @@ class ProgramKeyBuilder:
         """See ``ProgramKey``; the same object for the same call again.  groups: constants of parameter groups.  build:
         the number of the Graph's build, where it has been replaced.
 
-        Raises ConfigError for an optimizer's parameter that no module of the Graph has."""
+        Raises ConfigError for an optimizer's parameter that no module of the Graph has, CaptureError for a module that
+        does part of a Graph's work."""
         self._look(state, tensors)
         chosen, nds, modes = [_selects(leaf) for leaf in inputs.leaves], state.given_nds(tensors), _modes()
         placed, fixed = [leaf.nd for leaf in inputs.leaves], self._parts
@@ -105,6 +107,7 @@ class ProgramKeyBuilder:
         params = list(chain.from_iterable(chain.from_iterable(groups)))
         if self._of is module_tensors and sizes == self._held[0] and all(map(is_, params, self._held[1])):
             return
+        check_modules(walk(state.modules))
         names = tree.paths_by_id(module_tensors)
         for i, optimizer in enumerate(state.optimizers):
             self._check_current(optimizer, i, names, module_tensors)

@@ -27,11 +27,11 @@ def test_a_model_that_fsdp2_splits_is_to_be_given_before_that():
         model = fully_shard(nn.Linear(4, 3))
         with pytest.raises(gz.ConfigError, match="split by fully_shard.*on which fully_shard was not called.*stage=3"):
             ClassifierGraph(model)
-        graph = gz.Graph()
-        graph.model = nn.Sequential(model)
-        graph.build = lambda x: graph.model(x)
-        with pytest.raises(gz.CaptureError, match=r"model\.0 is split by fully_shard"):
-            graph(BATCH[0])
+        for graph in (gz.Graph(), gz.Graph(ONE)):
+            graph.model = nn.Sequential(model)
+            graph.build = graph.model
+            with pytest.raises(gz.CaptureError, match=r"model\.0 is split by fully_shard"):
+                graph(BATCH[0])
 
 
 def test_a_graph_within_torch_compile_says_that_it_compiles_itself():
