@@ -5,11 +5,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from _ranks import start
 from order_of_files import LONGEST
+
+sys.path.insert(0, str(Path(__file__).parent / "runtime"))
+import processes  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 WAITS_IN_C = """
@@ -44,6 +48,27 @@ def test_after_it():
     pass
 """
 
+CHECKS = """
+import os, signal
+import torch.distributed as dist
+
+def check_first(): dist.barrier()
+
+def check_that_one_rank_fails():
+    assert dist.get_rank() == 0, "rank 1 is not rank 0"
+    dist.barrier()
+
+def check_between(): dist.barrier()
+
+def check_that_ends_a_process():
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+def check_last(): dist.barrier()
+"""
+
 
 def run(text: str, folder: Path, *options: str) -> str:
     """What pytest prints, as this project sets it up, with the test in a process of its own."""
@@ -73,6 +98,18 @@ def test_a_process_that_ends_in_a_test_takes_its_ranks_with_it(tmp_path: Path) -
     while any(map(_is_there, ranks)) and time.monotonic() < until:
         time.sleep(0.1)
     assert len(ranks) == 2 and not any(map(_is_there, ranks))
+
+
+@pytest.mark.slow
+def test_each_check_of_a_set_of_processes_fails_for_its_own_reason(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "checks_that_fail.py").write_text(CHECKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    results = processes.run(("checks_that_fail",), 2, tmp_path)
+    for name in ("first", "between", "last"):
+        processes.assert_passed(results, name, 2)
+    for name, text in (("that_one_rank_fails", "rank 1 is not rank 0"), ("that_ends_a_process", "signal SIGKILL")):
+        with pytest.raises(AssertionError, match=rf"rank 1: [\s\S]*{text}"):
+            processes.assert_passed(results, name, 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="such a process cannot be forked where there are GPUs")
