@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import TrainGraph
+from inside import check_ends
 from torch import nn
 
 import graphzero as gz
@@ -124,19 +125,22 @@ def test_mixtures_of_transformers_equal_plain_pytorch(name: str) -> None:
     gz.to_global(model, place, sbp="auto")
     graph = TrainGraph(model, loss_of, torch.optim.AdamW(model.parameters()), placement=place)
     ids = torch.randint(0, 32, (4, 8))
-    report = gz.check(graph, ids, dtype=torch.float64, rtol=1e-9)
+    report = check_ends(graph, ids, dtype=torch.float64, rtol=1e-9)
     assert report, str(report)
     gathers = [c for c in graph.plan.collectives if c.kind == "all_gather" and c.axis == "ep" and c.bytes > 4096]
     assert not gathers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), list(zip(MODELS, (2, 2, 2, 4), strict=True)))
+@pytest.mark.parametrize(("name", "count"), [("Qwen3", 2), ("gpt-oss", 4)])
 def test_mixtures_of_transformers_in_micro_batches_equal_plain_pytorch(name: str, count: int) -> None:
-    """Each micro-batch of each data rank sorts its own tokens; a balance loss would be that of a micro-batch."""
+    """Each micro-batch of each data rank sorts its own tokens; a balance loss would be that of a micro-batch.
+
+    Those of DeepSeek and Mixtral exchange rows: ``test_exchanged_experts``.
+    """
     model = model_of(name, output_router_logits=False)
     optimizer = torch.optim.AdamW(model.parameters())
     graph = TrainGraph(model, loss_of, optimizer, micro_batches=count, stage=2)
-    report = gz.check(graph, torch.randint(0, 32, (8, 8)), dtype=torch.float64, rtol=1e-9)
+    report = check_ends(graph, torch.randint(0, 32, (8, 8)), dtype=torch.float64, rtol=1e-9)
     assert report, str(report)
     assert all(c.what_for in ("parameters", "gradients") or c.bytes < 64 for c in graph.plan.collectives)
