@@ -36,16 +36,8 @@ def assert_same(ways, heads, **options):
         torch.testing.assert_close(real, simulated, rtol=1e-12, atol=1e-13)
 
 
-def check_an_exchange_of_heads_is_that_of_virtual_ranks():
-    assert_same({"cp": "exchange"}, (8, 4))
-
-
 def check_a_ring_is_that_of_virtual_ranks():
     assert_same({"cp": "ring"}, (4, 2))
-
-
-def check_a_gather_of_keys_is_that_of_virtual_ranks():
-    assert_same({"cp": "gather"}, (3, 1))
 
 
 def check_an_exchange_inside_and_a_ring_outside_with_padding_are_those_of_virtual_ranks():
