@@ -76,11 +76,10 @@ def check_several_placements_of_the_same_ranks_meet_both_ways_of_messages() -> N
 
 
 @slow
-def check_all_schedules_and_stages_of_zero_meet_both_ways_of_messages() -> None:
-    for number, schedule in enumerate(GENERATORS):
-        stages = 2 if schedule in ("gpipe", "1f1b", "zb1p") else 4
-        model, marks = layer_on_each(stages, tied=number % 2 == 0)
-        count = 1 if number == 3 else 4
+def check_all_other_schedules_meet_both_ways_of_messages() -> None:
+    for number, schedule in enumerate(name for name in GENERATORS if name not in ("1f1b", "zb1p", "zbv")):
+        model, marks = layer_on_each(2 if schedule == "gpipe" else 4, tied=number % 2 == 0)
+        count = 1 if number == 2 else 4
         options: dict[str, Any] = {"schedule": schedule, "stage": number % 4, "micro_batches": count, **ADAM}
         assert_same_by_both_ways(real(), model, marks, **options)
 
