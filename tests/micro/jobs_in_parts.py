@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,10 +100,17 @@ def micro_batch_graph(
     return TrainGraph(net, loss_and_scores, optimizer(net.parameters(), lr=0.01), clip=clip, **layout)
 
 
-def trained(graph: gz.Graph, batches: Any) -> dict[str, torch.Tensor]:
-    """Outputs of each step, norms, and all parameters, buffers and optimizer states at the end."""
+def trained(graph: gz.Graph, batches: Any, layouts: Sequence[tuple[int, int]] = ()) -> dict[str, torch.Tensor]:
+    """Outputs of each step, norms, and all parameters, buffers and optimizer states at the end.
+
+    layouts: ZeRO's stage and the number of micro-batches of each step of the Graph, which is captured once.
+    """
     found: dict[str, torch.Tensor] = {}
     for i, batch in enumerate(batches):
+        if layouts:
+            stage, parts = layouts[i]
+            graph.config.enable_zero(stage > 0, stage=stage or 2)
+            graph.config.set_gradient_accumulation_steps(parts)
         loss, y = graph(*batch)
         found |= {f"scores {i}": y, f"loss {i}": loss, f"norm {i}": torch.as_tensor(graph.grad_norm or 0.0)}
     full = graph.full_state_dict()

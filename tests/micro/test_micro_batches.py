@@ -31,26 +31,23 @@ pytestmark = pytest.mark.strict
 B, S = gz.sbp.B, gz.sbp.S
 
 
-@pytest.mark.parametrize(
-    ("stage", "counts"),
-    [
-        (0, (1, 2, 4, 8)),
-        pytest.param(1, (8,), marks=pytest.mark.slow),
-        pytest.param(2, (4,), marks=pytest.mark.slow),
-        (3, (2, 8)),
-    ],
-)
-def test_token_means_over_ragged_rows_are_those_of_plain_torch(stage, counts):
-    wanted = plain(Words, tokens, sentences())
-    for parts in counts:
-        same(trained(micro_batch_graph(Words, tokens, parts, stage), sentences()), wanted)
+def steps_are_plain(loss, layouts, names=("dp",), early=False, **options):
+    """One Graph takes a step in each layout: a stage of ZeRO and a number of micro-batches."""
+    graph = micro_batch_graph(Words, loss, names=names, **options)
+    graph.config.set_optimizer_in_backward(early)
+    if "tp" in names:
+        split_over_tp(graph.model, graph.placement, names)
+    batches = sentences(len(layouts))
+    same(trained(graph, batches, layouts), plain(Words, loss, batches, clip=options.get("clip", 1.0)))
+
+
+def test_token_means_over_ragged_rows_are_those_of_plain_torch():
+    steps_are_plain(tokens, [(0, 1), (0, 2), (0, 4), (0, 8), (0, 8), (1, 8), (2, 4), (3, 2), (3, 8)])
 
 
 @pytest.mark.parametrize("loss", [weighted, smooth, masked])
 def test_so_are_other_means_over_what_counts(loss):
-    wanted = plain(Words, loss, sentences())
-    for stage, parts in ((0, 8), (3, 4)):
-        same(trained(micro_batch_graph(Words, loss, parts, stage), sentences()), wanted)
+    steps_are_plain(loss, [(0, 8), (3, 4), (3, 4)])
 
 
 def test_a_mean_of_means_is_something_else():
@@ -65,23 +62,23 @@ def test_a_mean_of_means_is_something_else():
 
 
 def test_dropout_masks_do_not_depend_on_the_number_of_micro_batches():
-    def run(parts, ranks):
+    def run(ranks, *parts):
         torch.manual_seed(7)
-        return trained(micro_batch_graph(lambda: Words(0.3), tokens, parts, 2, ranks), sentences())
+        graph = micro_batch_graph(lambda: Words(0.3), tokens, ranks=ranks)
+        return trained(graph, sentences(), [(2, count) for count in parts])
 
-    wanted = run(1, 1)
-    for parts, ranks in ((2, 1), (4, 2), (2, 4), (8, 2)):
-        same(run(parts, ranks), wanted, 1e-7)
+    wanted = run(1, 1, 1, 1)
+    for ranks, *parts in ((1, 2, 2, 2), (2, 4, 8, 4), (4, 2, 2, 2)):
+        same(run(ranks, *parts), wanted, 1e-7)
 
 
 def test_batch_norm_is_that_of_a_micro_batch_and_carries_its_buffers_as_a_loop_does():
     ranks, parts = 2, 4
-    for stage in (0, 2, 3):
-        graph = micro_batch_graph(Images, F.cross_entropy, parts, stage, ranks)
-        with pytest.warns(UserWarning, match=r"statistics of a micro-batch.*jobs_in_parts.py:\d+ in forward"):
-            found = trained(graph, pictures())
-        same(found, by_hand(ranks, parts))
-        assert found["model norm.num_batches_tracked"] == 3 * parts
+    graph = micro_batch_graph(Images, F.cross_entropy, ranks=ranks)
+    with pytest.warns(UserWarning, match=r"statistics of a micro-batch.*jobs_in_parts.py:\d+ in forward"):
+        found = trained(graph, pictures(), [(stage, parts) for stage in (0, 2, 3)])
+    same(found, by_hand(ranks, parts))
+    assert found["model norm.num_batches_tracked"] == 3 * parts
 
 
 def by_hand(ranks, parts):
@@ -141,35 +138,23 @@ def split_over_tp(model, place, names):
 
 
 @pytest.mark.parametrize(
-    ("names", "stages"),
-    [
-        (("dp", "tp"), (0, 3)),
-        pytest.param(("dp", "tp"), (1, 2), marks=pytest.mark.slow),
-        (("tp", "dp"), (2,)),
-        pytest.param(("tp", "dp"), (1, 3), marks=pytest.mark.slow),
-        (("tp",), (0,)),
-        (("dp_replicate", "dp_shard"), (0,)),
-    ],
+    ("names", "stages"), [(("dp", "tp"), (0, 1, 2, 3)), (("tp", "dp"), (1, 2, 3)), (("tp",), (0,))]
 )
-def test_axes_of_all_kinds_stand_beside_micro_batches(names, stages):
-    wanted = plain(Words, tokens, sentences())
+def test_tensor_axes_stand_beside_micro_batches(names, stages):
     ranks = np.arange(4).reshape(2, 2) if len(names) == 2 else np.arange(2)
-    for stage in stages:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            graph = micro_batch_graph(Words, tokens, 4, stage, ranks, names)
-        if "tp" in names:
-            split_over_tp(graph.model, graph.placement, names)
-        else:
-            graph.config.enable_zero(stage=3, axis="dp_shard")
-        same(trained(graph, sentences()), wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        steps_are_plain(tokens, [(stage, 4) for stage in stages], ranks=ranks, names=names)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_optimizer_may_step_while_the_last_micro_batch_runs(stage):
-    graph = micro_batch_graph(Words, tokens, 4, stage, clip=None)
-    graph.config.set_optimizer_in_backward()
-    same(trained(graph, sentences()), plain(Words, tokens, sentences(), clip=None))
+def test_so_do_two_data_axes():
+    graph = micro_batch_graph(Words, tokens, 4, ranks=np.arange(4).reshape(2, 2), names=("dp_replicate", "dp_shard"))
+    graph.config.enable_zero(stage=3, axis="dp_shard")
+    same(trained(graph, sentences()), plain(Words, tokens, sentences()))
+
+
+def test_the_optimizer_may_step_while_the_last_micro_batch_runs():
+    steps_are_plain(tokens, [(1, 4), (2, 4), (3, 4)], clip=None, early=True)
 
 
 def matrices():
@@ -240,12 +225,12 @@ def test_inputs_that_are_not_cut_are_the_same_for_every_micro_batch():
 
 
 def test_a_program_says_what_is_repeated_and_reads_back():
-    graph = micro_batch_graph(Words, tokens, 4, 2)
+    graph = micro_batch_graph(matrices, tokens, 4, 2)
     graph(*sentences()[0])
     text = str(graph.program)
     assert "forward x3:" in text and "backward x3:" in text and "mb=" not in text.splitlines()[0]
     assert str(gz.parse(text)) == text
-    assert all(str(gz.parse(str(record.after))) == str(record.after) for record in graph.history)
+    assert all(str(gz.parse(text)) == text for text in {str(record.after) for record in graph.history})
     assert {value.repeats_of(node) for node in graph.program.nodes} == {0, 3}
 
 
@@ -338,18 +323,21 @@ def test_an_axis_of_one_rank_cuts_nothing():
             torch.testing.assert_close(Net(loss, 4, ranks)(x), wanted)
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
-def test_mixed_precision_recomputation_and_micro_batches_go_together(stage):
-    def run(stage, **settings):
-        graph = micro_batch_graph(lambda: Words().float(), tokens, 4, stage)
+def test_mixed_precision_recomputation_and_micro_batches_go_together():
+    def run(memory):
+        graph, losses, activations = micro_batch_graph(Words, tokens, 4), [], []
         graph.model.float()
         graph.config.enable_amp()
-        graph.config.set_activation_memory(settings.get("memory"))
-        return graph, torch.stack([graph(*batch)[0] for batch in sentences()])
+        graph.config.set_activation_memory(memory)
+        for stage, batch in enumerate(sentences(4)):
+            graph.config.enable_zero(stage > 0, stage=stage or 2)
+            losses.append(graph(*batch)[0])
+            activations.append(graph.plan.memory.activations)
+        return torch.stack(losses), activations
 
-    (kept, wanted), (again, found) = run(stage), run(stage, memory="checkpoint")
+    (wanted, kept), (found, fewer) = run(None), run("checkpoint")
     assert torch.equal(found, wanted)
-    assert again.plan.memory.activations < kept.plan.memory.activations
+    assert all(few < many for few, many in zip(fewer, kept, strict=True))
 
 
 @pytest.mark.slow

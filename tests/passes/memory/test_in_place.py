@@ -82,8 +82,8 @@ def test_an_update_is_computed_in_the_states_own_storage() -> None:
 @pytest.mark.parametrize("zero", STAGES)
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 12))])
 def test_values_are_the_same_to_the_bit_and_the_peak_is_no_higher(seed: int, zero: Zero | None) -> None:
-    text = random_step(seed)
-    for ranks, bucket in ((1, None), (2, Bucket(1)), (3, None), (3, Bucket(1))):
+    text, layouts = random_step(seed), ((1, None), (3, None), (2, Bucket(1)), (3, Bucket(1)))
+    for ranks, bucket in layouts[(seed + STAGES.index(zero)) % 2 :: 2]:  # each at each stage, for half of the seeds
         before, after = without(on_ranks(text, ranks), zero, bucket), lower(on_ranks(text, ranks), zero, bucket)
         assert str(parse(str(after))) == str(after)
         wanted, found = run(before, seed), run(after, seed)
