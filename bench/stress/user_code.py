@@ -23,11 +23,10 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ from stress import user_code_cells as cells
 from stress.user_code_cells import Cell
 from stress.user_programs import PROGRAMS
 
-SILENT = 120  # seconds without progress that are a hang
+SILENT = 120  # seconds after which a cell hangs
 OUTCOMES = ("equal", "warned", "refused", "fault", "left out")  # each is worse than those before it, but the last
 WARNINGS = ("statistics of a micro-batch", "which has no effect")  # what says that a result may differ
 
@@ -56,33 +55,22 @@ class Outcome:
 # ---- in the process of a rank
 
 
-def work(rank: int, ranks: int, folder: str, wanted: Sequence[Cell]) -> None:
-    """Judge cells one after the other; each is announced before, so that whoever started this knows where it died."""
+def work(rank: int, ranks: int, folder: str, cell: Cell) -> None:
+    """Judge a cell, on one of its ranks."""
     end_with_parent()
     torch.set_num_threads(1)
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    expected: dict[tuple[str, str], cells.Run | str] = {}
-    with Path(folder, f"{rank}.jsonl").open("w") as file:
-        for i, cell in enumerate(wanted):
-            outcome, text = judged(cell, rank, expected)
-            file.write(json.dumps([i, outcome, text]) + "\n")
-            file.flush()
-            if outcome == "fault" and ranks > 1:
-                break  # the other rank may wait for this one
+    Path(folder, f"{rank}.json").write_text(json.dumps(judged(cell, rank)))
     os._exit(0)  # without the farewell of a process group of which a rank may be gone
 
 
-def judged(cell: Cell, rank: int, expected: dict[tuple[str, str], cells.Run | str]) -> tuple[str, str]:
-    key = cell.program, cell.precision
-    if key not in expected:
-        try:
-            expected[key] = cells.plain(PROGRAMS[cell.program], cell.precision)
-        except Exception as error:
-            expected[key] = first_line(error)
-    wanted = expected[key]
-    if isinstance(wanted, str):
-        return "left out", wanted
+def judged(cell: Cell, rank: int) -> tuple[str, str]:
+    """The outcome on a rank, and why."""
+    try:
+        wanted = cells.plain(PROGRAMS[cell.program], cell.precision)
+    except Exception as error:
+        return "left out", first_line(error)
     try:
         found = cells.graphs(cell, rank)
     except gz.GraphZeroError as error:
@@ -111,67 +99,28 @@ def raised_at(error: BaseException) -> str:
 # ---- in the process that starts them
 
 
-def outcomes(wanted: Sequence[Cell]) -> Iterator[Outcome]:
-    """Those of all cells: first on virtual ranks, then on real ones."""
-    for ranks in (1, 2):
-        left = [cell for cell in wanted if cell.is_real == (ranks > 1)]
-        while left:
-            count = 0
-            for outcome in one_set(left, ranks):
-                yield outcome
-                count += 1
-            left = left[count:]
-
-
-def one_set(wanted: Sequence[Cell], ranks: int) -> Iterator[Outcome]:
-    """Outcomes from one set of processes, up to the first cell that ends it."""
+def outcome_of(cell: Cell) -> Outcome:
+    """What the ranks of a cell say, each a new process: the worst; a fault where they differ or one says nothing."""
+    ranks, limit = 1 + cell.is_real, time.monotonic() + SILENT
     with tempfile.TemporaryDirectory() as folder:
-        processes = [context().Process(target=work, args=(rank, ranks, folder, wanted)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        done, since = 0, time.monotonic()
+        processes = [context().Process(target=work, args=(rank, ranks, folder, cell)) for rank in range(ranks)]
         try:
-            while done < len(wanted):
-                alive = any(process.is_alive() for process in processes)
-                lines = [told(Path(folder, f"{rank}.jsonl")) for rank in range(ranks)]
-                for _ in range(done, min(map(len, lines))):
-                    yield joined(wanted[done], [line[done] for line in lines])
-                    done, since = done + 1, time.monotonic()
-                if done == len(wanted):
-                    return
-                if any(line[-1][1] == "fault" for line in lines if line) and ranks > 1 and alive:
-                    alive = time.monotonic() - since < 15  # the other rank may wait for ever
-                if not alive or time.monotonic() - since > SILENT:
-                    if not any(len(line) > done for line in lines) and done and not alive and ranks > 1:
-                        return  # both ended after a fault that has been told
-                    yield joined(wanted[done], [line[done] for line in lines if len(line) > done], ended(processes))
-                    return
-                time.sleep(0.05)
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(max(0.0, limit - time.monotonic()))
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-
-
-def told(file: Path) -> list[list[Any]]:
-    text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def joined(cell: Cell, said: Sequence[Sequence[Any]], end: str = "") -> Outcome:
-    """One outcome of what the ranks say: the worst, and a fault where they differ or one says nothing."""
-    if end:
-        return Outcome(cell, "fault", f"{end}; {said[0][2] if said else ''}")
-    worst = max(said, key=lambda one: OUTCOMES.index(one[1]))
-    if len({one[1] for one in said}) > 1:
-        return Outcome(cell, "fault", f"ranks say {[one[1] for one in said]}: {worst[2]}")
-    return Outcome(cell, worst[1], worst[2])
-
-
-def ended(processes: Sequence[Any]) -> str:
-    codes = [process.exitcode for process in processes]
-    signals = [code for code in codes if code]
-    return f"a process ended with {signals[0]}" if signals else f"no progress within {SILENT} s"
+        said = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
+    outcome, text = max(said, key=lambda one: OUTCOMES.index(one[0]), default=("", ""))
+    if len(said) < ranks:
+        codes = [process.exitcode for process in processes]
+        return Outcome(cell, "fault", f"processes ended with {codes} within {SILENT} s; {text}")
+    if len({outcome for outcome, _ in said}) > 1:
+        return Outcome(cell, "fault", f"ranks say {[outcome for outcome, _ in said]}: {text}")
+    return Outcome(cell, outcome, text)
 
 
 # ---- the command
@@ -199,7 +148,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["GRAPHZERO_PROGRESS"] = "off"
     began, found = time.monotonic(), []
-    for one in outcomes(drawn(options.only, options.cells, options.seed, options.every)):
+    for one in map(outcome_of, drawn(options.only, options.cells, options.seed, options.every)):
         found.append(one)
         if one.outcome == "fault" or options.show:
             print(f"{one.outcome.upper()} {one.cell}\n      {one.text}", flush=True)

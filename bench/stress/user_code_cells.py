@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 import graphzero as gz
 from stress.user_programs import PROGRAMS, Program, Source
@@ -99,18 +98,10 @@ def plain(source: Source, precision: str) -> Run:
         warnings.simplefilter("ignore")
         program, outputs = made(source), []
         for number in range(STEPS):
-            args, kwargs = source.batch(number)
             with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
-                given = program.step(program.model, *args, **kwargs)
+                given = program.step(program.model, *source.batch(number))
             outputs.append([copied(x) for x in leaves(given)])
-            if program.clip:
-                for optimizer in program.optimizers:
-                    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                    nn.utils.clip_grad_norm_(parameters, program.clip)
-            for optimizer in program.optimizers:
-                optimizer.step()
-            for scheduler in filter(None, program.schedulers):
-                scheduler.step()
+            program.optimizer.step()
             program.model.zero_grad()  # also what no optimizer has: a Graph leaves no gradients
             if program.between:
                 program.between(program, number)
@@ -123,8 +114,7 @@ class Step(gz.Graph):
     def __init__(self, program: Program, cell: Cell) -> None:
         super().__init__(placement_of(cell))
         self.model, self.user_step = program.model, program.step
-        for optimizer, scheduler in itertools.zip_longest(program.optimizers, program.schedulers):
-            self.add_optimizer(optimizer, lr_sch=scheduler, clip_grad_norm=program.clip)
+        self.add_optimizer(program.optimizer)
         if cell.stage:
             self.config.enable_zero(stage=cell.stage)
         if cell.precision == "bf16":
@@ -135,8 +125,8 @@ class Step(gz.Graph):
         if cell.in_backward:
             self.config.set_optimizer_in_backward()
 
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        return self.user_step(self.model, *args, **kwargs)
+    def build(self, *args: Any) -> Any:
+        return self.user_step(self.model, *args)
 
 
 def placement_of(cell: Cell) -> gz.Placement:
@@ -164,17 +154,15 @@ def graphs(cell: Cell, rank: int = 0) -> Run:
         if "tp" in cell.layout:
             split_weights(program.model, graph.placement)
         for number in range(STEPS):
-            args, kwargs = pytree.tree_map(lambda x: share(x, rank, cell), source.batch(number))
-            outputs.append([copied(x) for x in leaves(graph(*args, **kwargs))])
+            args = [share(x, rank, cell) for x in source.batch(number)]
+            outputs.append([copied(x) for x in leaves(graph(*args))])
             if program.between:
                 with graph.full_parameters() if cell.is_real and program.writes else nullcontext():
                     program.between(program, number)
         return Run(outputs, seen(program), [str(warning.message) for warning in caught])
 
 
-def share(x: Any, rank: int, cell: Cell) -> Any:
-    if not isinstance(x, Tensor):
-        return x
+def share(x: Tensor, rank: int, cell: Cell) -> Tensor:
     return x.chunk(2)[rank].clone() if cell.is_real and x.dim() else x.clone()
 
 
@@ -208,10 +196,7 @@ def seen(program: Program) -> dict[str, Any]:
     for name, p in program.model.named_parameters(remove_duplicate=False):
         found |= {f"parameter {name}": p, f"requires_grad {name}": p.requires_grad, f"grad {name}": p.grad}
         found[f"tie {name}"] = first.setdefault(id(p), name)
-    for i, optimizer in enumerate(program.optimizers):
-        found |= {f"optimizer {i} {name}": value for name, value in seen_of(optimizer).items()}
-    for i, scheduler in enumerate(program.schedulers):
-        found[f"scheduler {i}"] = [scheduler and scheduler.last_epoch, scheduler and scheduler.get_last_lr()]
+    found |= {f"optimizer {name}": value for name, value in seen_of(program.optimizer).items()}
     found |= {f"watched {name}": value for name, value in program.watched.items()}
     return {name: [copied(leaf) for leaf in leaves(value)] for name, value in found.items()}
 

@@ -14,27 +14,11 @@ from stress.user_programs.program import Program, built_by, by_step, floats, mlp
 
 
 @built_by(by_step)
-def gradients_by_autograd_grad(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.cross_entropy(model(x), y)
-    parameters = list(model.parameters())
-    for p, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-        p.grad = grad
-    return loss
-
-
-@built_by(by_step)
 def gradient_penalty_of_inputs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     out = model(x)
     (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     return trained(F.cross_entropy(out, y) + 0.1 * (slope.norm(dim=1) - 1).pow(2).mean())
-
-
-@built_by(by_step)
-def adversarial_inputs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    probe = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(F.cross_entropy(model(probe), y), probe)
-    return trained(F.cross_entropy(model(x + 0.1 * slope.sign()), y))
 
 
 class Round(torch.autograd.Function):
@@ -81,48 +65,6 @@ def function_of_two_outputs(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def checkpointed_batch_norm() -> Program:
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
     return Program(model, lambda m, x, y: trained(F.cross_entropy(m[3](checkpoint(m[:3], x, use_reentrant=False)), y)))
-
-
-@program()
-def unused_layer() -> Program:
-    model = nn.ModuleDict({"used": mlp(), "unused": nn.Linear(3, 2)})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.1)
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m["used"](x), y)), [optimizer])
-
-
-@program()
-def layer_used_only_after_detach() -> Program:
-    model = nn.ModuleDict({"a": mlp(), "b": mlp()})
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m["a"](x) + m["b"](x).detach(), y)))
-
-
-@program()
-def tied_embedding_and_head() -> Program:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.body, self.head = nn.Embedding(4, 6), nn.Linear(6, 6), nn.Linear(6, 4, bias=False)
-            self.head.weight = self.words.weight
-
-        def forward(self, y: Tensor) -> Tensor:
-            return self.head(torch.tanh(self.body(self.words(y))))
-
-    return Program(Model(), lambda m, x, y: trained(F.cross_entropy(m(y), y.roll(1))))
-
-
-@built_by(by_step)
-def gradients_cleared_within_the_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    model.zero_grad()
-    first = F.cross_entropy(model(x), y)
-    first.backward()
-    model.zero_grad()
-    return trained(F.cross_entropy(model(2 * x), y))
-
-
-@built_by(by_step)
-def gradient_clipped_within_the_step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    loss = trained(F.cross_entropy(model(x), y))
-    return loss, nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
 @built_by(by_step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from stress.user_programs.program import Program, adam, built_by, classes, flags, floats, mlp, program, square, trained
+from stress.user_programs.program import Program, built_by, classes, flags, floats, mlp, program, square, trained
 
 
 def module(name: str, make: Callable[[], nn.Module], *shape: int) -> None:
@@ -107,7 +106,7 @@ def bag_of_words() -> Program:
 def sparse_embedding() -> Program:
     model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Flatten(), nn.Linear(48, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)), [optimizer])
+    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)), optimizer)
 
 
 @program(classes(10, 6), classes(4))
@@ -142,27 +141,6 @@ def recurrent_state_carried_between_steps() -> Program:
             return out
 
     return Program(Model(), lambda m, x: trained(square(m(x))))
-
-
-@program()
-def mixture_of_experts() -> Program:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.experts = nn.Linear(5, 4), nn.ModuleList(mlp() for _ in range(4))
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            weight, chosen = self.gate(x).softmax(-1).topk(2)
-            out = torch.stack([expert(x) for expert in self.experts], 1)
-            picked = out.gather(1, chosen[..., None].expand(-1, -1, 4))
-            share = F.one_hot(chosen, 4).sum(1).to(x.dtype).mean(0)
-            return (picked * weight[..., None]).sum(1), 4 * (share * self.gate(x).softmax(-1).mean(0)).sum()
-
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        out, balance = m(x)
-        return trained(F.cross_entropy(out, y) + 0.01 * balance)
-
-    return Program(Model(), step)
 
 
 @built_by(lambda step: Program(nn.ModuleDict({"gate": nn.Linear(5, 2), "a": mlp(), "b": mlp()}), step))
@@ -201,90 +179,6 @@ def deep_copies_of_a_block() -> Program:
     block = nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5), nn.GELU())
     model = nn.Sequential(*(copy.deepcopy(block) for _ in range(3)), nn.Linear(5, 4))
     return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
-
-
-class Norm(nn.Module):
-    """Root mean square norm that computes in float32 at least, as most language models do."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-3)).to(x.dtype)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return x * cos + torch.cat([-b, a], -1) * sin
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int = 8, heads: int = 2) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.kv, self.o = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
-        steps = 10000 ** -(torch.arange(0, width // heads, 2) / (width // heads))
-        self.register_buffer("steps", steps, persistent=False)
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        k, v = (part[:, None].expand_as(q) for part in self.kv(x).chunk(2, -1))
-        angles = torch.arange(x.shape[1]).to(self.steps.dtype)[:, None] * self.steps
-        cos, sin = angles.cos().tile(1, 2), angles.sin().tile(1, 2)
-        scores = rotated(q, cos, sin) @ rotated(k, cos, sin).transpose(-1, -2) / math.sqrt(q.shape[-1])
-        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
-        if mask is not None:
-            scores = scores + (1 - mask[:, None, None].to(scores.dtype)) * -1e4
-        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attend, self.first, self.second = Attention(), Norm(8), Norm(8)
-        self.gate, self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((8, 12), (8, 12), (12, 8)))
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.attend(self.first(x), mask)
-        h = self.second(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-class Language(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.blocks = nn.Embedding(10, 8), nn.ModuleList(Block() for _ in range(2))
-        self.norm, self.head = Norm(8), nn.Linear(8, 10, bias=False)
-        self.apply(self.initialised)
-
-    def initialised(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.2)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> dict:
-        x = self.words(input_ids)
-        for block in self.blocks:
-            x = block(x, attention_mask)
-        logits = self.head(self.norm(x))
-        if labels is None:
-            return {"logits": logits}
-        flat = logits[:, :-1].reshape(-1, 10), labels[:, 1:].reshape(-1)
-        return {"loss": F.cross_entropy(*flat, ignore_index=-100), "logits": logits}
-
-
-def speak(model: nn.Module, **inputs: Tensor) -> dict:
-    out = model(**inputs)
-    out["loss"].backward()
-    return out
-
-
-@program(input_ids=classes(10, 6), labels=classes(10, 6))
-def language_model() -> Program:
-    model = Language()
-    return Program(model, speak, [adam(model.parameters())])
 
 
 @program(floats(5))

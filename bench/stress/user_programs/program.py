@@ -7,7 +7,7 @@ same in plain PyTorch and in a Graph.  Tensors are made in the default dtype, wh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,30 +16,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 ROWS = 16  # of a whole batch: four ranks of two micro-batches get two rows each
-Maker = Callable[[torch.Generator, int], Any]  # of one input, from random numbers and the number of the step
+Maker = Callable[[torch.Generator], Any]  # of one input, from random numbers
 
 
 @dataclass
 class Program:
     """A model and how it is trained.
 
-    step: (model, *inputs) -> outputs; calls backward.  optimizers: by default SGD with momentum.
-    schedulers: one an optimizer, or None.  between: called after each step with the program and the step's number.
+    step: (model, *inputs) -> outputs; calls backward.  optimizer: by default SGD with momentum.
+    between: called after each step with the program and the step's number.
     writes: whether ``between`` reads or writes whole parameters.  watched: objects that the step may change, by name.
     """
 
     model: nn.Module
     step: Callable[..., Any]
-    optimizers: Sequence[Optimizer] | None = None
-    schedulers: Sequence[Any] = ()
-    clip: float | None = None
+    optimizer: Optimizer = field(default=None)  # type: ignore[assignment]
     between: Callable[[Program, int], None] | None = None
     writes: bool = False
     watched: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.optimizers is None:
-            self.optimizers = [sgd(p for p in self.model.parameters() if p.requires_grad)]
+        if self.optimizer is None:
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            self.optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -49,31 +48,28 @@ class Source:
     name: str
     make: Callable[[], Program]
     makers: tuple[Maker, ...]
-    named_makers: dict[str, Maker]
 
-    def batch(self, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def batch(self, step: int) -> tuple[Any, ...]:
         generator = torch.Generator().manual_seed(100 + step)
-        named = {name: maker(generator, step) for name, maker in self.named_makers.items()}
-        return tuple(maker(generator, step) for maker in self.makers), named
+        return tuple(maker(generator) for maker in self.makers)
 
 
 PROGRAMS: dict[str, Source] = {}
 
 
-def program(*makers: Maker, **named: Maker) -> Callable[[Callable[[], Program]], Any]:
+def program(*makers: Maker) -> Callable[[Callable[[], Program]], Any]:
     """Register a factory under its name; without makers its batch is ``x`` of five features and four classes ``y``."""
 
     def register(make: Callable[[], Program]) -> Callable[[], Program]:
         name = make.__name__
         assert name not in PROGRAMS, name
-        given = makers if makers or named else (floats(5), classes(4))
-        PROGRAMS[name] = Source(name, make, given, named)
+        PROGRAMS[name] = Source(name, make, makers or (floats(5), classes(4)))
         return make
 
     return register
 
 
-def built_by(make: Callable[[Any], Program], *makers: Maker, **named: Maker) -> Callable[[Any], Any]:
+def built_by(make: Callable[[Any], Program], *makers: Maker) -> Callable[[Any], Any]:
     """Register what is decorated, such as a step or a module's class, as the program that ``make`` builds of it.
 
     Its name is that of the function, or of the class in lower case with underscores.
@@ -84,7 +80,7 @@ def built_by(make: Callable[[Any], Program], *makers: Maker, **named: Maker) -> 
             return make(part)
 
         factory.__name__ = re.sub(r"(?<!^)(?=[A-Z])", "_", part.__name__).lower()
-        program(*makers, **named)(factory)
+        program(*makers)(factory)
         return part
 
     return register
@@ -95,17 +91,17 @@ def by_step(step: Callable[..., Any]) -> Program:
 
 
 def floats(*shape: int) -> Maker:
-    return lambda generator, step: torch.randn(ROWS, *shape, generator=generator)
+    return lambda generator: torch.randn(ROWS, *shape, generator=generator)
 
 
 def classes(count: int, *shape: int) -> Maker:
-    return lambda generator, step: torch.randint(count, (ROWS, *shape), generator=generator)
+    return lambda generator: torch.randint(count, (ROWS, *shape), generator=generator)
 
 
 def flags(*shape: int) -> Maker:
     """Booleans, of which each row has a true one first."""
 
-    def make(generator: torch.Generator, step: int) -> Tensor:
+    def make(generator: torch.Generator) -> Tensor:
         drawn = torch.rand(ROWS, *shape, generator=generator) > 0.4
         drawn[(slice(None), 0) if shape else 0] = True
         return drawn
@@ -113,21 +109,8 @@ def flags(*shape: int) -> Maker:
     return make
 
 
-def each(*values: Any) -> Maker:
-    """The value of the step, one after the other."""
-    return lambda generator, step: values[step % len(values)]
-
-
 def mlp(given: int = 5, made: int = 4, hidden: int = 8) -> nn.Sequential:
     return nn.Sequential(nn.Linear(given, hidden), nn.Tanh(), nn.Linear(hidden, made))
-
-
-def sgd(parameters: Any, lr: float = 0.1) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
-
-
-def adam(parameters: Any, lr: float = 0.01) -> Optimizer:
-    return torch.optim.Adam(parameters, lr=lr, eps=1e-3)
 
 
 def square(x: Tensor) -> Tensor:

@@ -1,17 +1,23 @@
-"""What forward keeps in modules: buffers, attributes, hooks, parameters that it binds."""
+"""What modules keep: buffers, attributes, hooks; and what users do to them between steps."""
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from stress.user_programs.program import Program, built_by, floats, mlp, program, trained
 
 
-def on(model: nn.Module) -> Program:
+def on(model: nn.Module, **facts: Any) -> Program:
     """A program that trains a module of five features and four classes."""
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
+    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)), **facts)
 
 
 def of_class(model_class: type[nn.Module]) -> Program:
@@ -25,94 +31,6 @@ class Body(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(torch.tanh(self.a(x)))
-
-
-@built_by(of_class)
-class BufferBoundAnew(Body):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        return super().forward(x - self.mean)
-
-
-@built_by(of_class)
-class BufferThatIsNoneAtFirst(Body):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = x.detach().sum(0) if self.seen is None else self.seen + x.detach().sum(0)
-        return super().forward(x - 0.01 * self.seen)
-
-
-@built_by(of_class)
-class BufferThatBecomesNone(Body):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("first", torch.ones(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shift, self.first = self.first, None
-        return super().forward(x if shift is None else x + shift)
-
-
-@built_by(of_class)
-class ParameterBoundAnewInForward(Body):
-    def forward(self, x: Tensor) -> Tensor:
-        self.a.bias = nn.Parameter(self.a.bias.detach() * 0.5)
-        return super().forward(x)
-
-
-@built_by(of_class)
-class OneBufferUnderTwoNames(Body):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("alias", self.count)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return super().forward(x) * (1 + 0.1 * self.alias)
-
-
-@built_by(of_class)
-class OneOfTwoNamesBoundAnew(Body):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("alias", self.count)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count = self.count + 1
-        return super().forward(x) * (1 + 0.1 * self.count + 0.1 * self.alias)
-
-
-@built_by(of_class)
-class CounterOfCalls(Body):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) * (1.0 if self.calls < 2 else 0.5)
-
-
-@program()
-def last_activation_kept_as_an_attribute() -> Program:
-    class Model(Body):
-        last = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.tanh(self.a(x))
-            self.last = h.detach().mean()
-            return self.b(h)
-
-    return Program(Model(), lambda m, x, y: trained(F.cross_entropy(m(x), y) + 0 * m.last))
 
 
 @program()
@@ -164,12 +82,6 @@ class WeightMadeOfDataUnderNoGrad(Body):
 
 
 @built_by(of_class)
-class ModuleMadeWithinForward(Body):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.Softplus()(super().forward(nn.LayerNorm(5)(x)))
-
-
-@built_by(of_class)
 class LearntScalar(Body):
     def __init__(self) -> None:
         super().__init__()
@@ -193,18 +105,37 @@ def module_called_twice_with_a_buffer() -> Program:
     return Program(Model(), lambda m, x, z: trained(F.mse_loss(m(x), m(z))))
 
 
+def between(action: Callable[[Program, int], None], **facts: Any) -> Program:
+    return on(mlp(), between=action, **facts)
+
+
+@built_by(between)
+def parameter_bound_anew_in_between(program: Program, number: int) -> None:
+    if number == 1:
+        program.model[2].bias = None
+
+
 @program()
-def subclass_of_a_parameter() -> Program:
-    class Scaled(nn.Parameter):
-        factor = 0.5
+def weights_tied_in_between() -> Program:
+    def action(program: Program, number: int) -> None:
+        if number == 0:
+            program.model[2].weight = program.model[0].weight
 
-    class Model(Body):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a.weight = Scaled(self.a.weight.detach())
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4))
+    return on(model, between=action)
 
-        def forward(self, x: Tensor) -> Tensor:
-            is_scaled = isinstance(self.a.weight, Scaled)
-            return super().forward(x) * (self.a.weight.factor if is_scaled else 1.0)
 
-    return on(Model())
+@built_by(partial(between, writes=True))
+def pruned_in_between(program: Program, number: int) -> None:
+    if number == 0:
+        prune.l1_unstructured(program.model[0], "weight", amount=0.3)
+
+
+@program()
+def model_copied_in_between() -> Program:
+    copies: list[Tensor] = []
+
+    def action(program: Program, number: int) -> None:
+        copies.append(copy.deepcopy(program.model)[0].weight.detach())
+
+    return between(action, writes=True, watched={"copies": copies})
