@@ -84,13 +84,12 @@ test-torch: .venv-torch-$(TORCH)/.ready
 		-e ".[examples,dev]" torch==$*
 	@touch $@
 
-# Step time, memory, first step, overhead and scaling beside DDP, FSDP2 and DeepSpeed on gloo ranks; writes the tables
-# of bench/results and docs/, and the plot.  Wants idle cores and more than an hour; goes on where it was.
-# DeepSpeed is left out where it does not install.  MODELS=toy only shows that all of it runs.
-MODELS ?= A B conv
+# Step time, memory, first step, overhead and scaling beside DDP, FSDP2 and DeepSpeed on gloo ranks: runs the commands
+# above the tables of bench/results and docs/, and writes these.  Wants idle cores and more than an hour; goes on where
+# it was.  DeepSpeed is left out where it does not install.
 bench: $(READY)
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
-	$(BIN)/python bench/run_comparison.py --models $(MODELS) --ranks $(or $(RANKS),2)
+	$(BIN)/python bench/tables.py
 
 # What examples need, without the tools of development.
 $(TRAIN): setup.cfg pyproject.toml constraints.txt

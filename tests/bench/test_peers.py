@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from shutil import which
-from xml.etree import ElementTree
 
 import peak_memory
 import pytest
 import step_time
-import tables
 import torch
 from _run import on_gloo
 from systems import BASE, EARLY, SYSTEMS, System, chosen
@@ -110,27 +108,3 @@ def test_a_thin_model_runs_the_same_operators_on_hardly_any_numbers():
 def test_what_a_plan_leaves_out_is_what_a_thin_model_holds_beyond_its_own():
     assert peak_memory.beside(peak_memory.Peak(first=0, later=110, planned=80, fixed=20)) == ["0.0", "0.0", "1.10"]
     assert peak_memory.beside(peak_memory.Peak(first=0, later=110, planned=None)) == ["-", "-", "-"]
-
-
-def test_a_plot_has_every_point_and_name_within_its_axes():
-    points = [tables.Point(f"system <{i}>", 100 + i % 4, 200 + i * 30, i < 4) for i in range(12)]
-    root = ElementTree.fromstring(tables.draw([tables.Panel(name, "x", "y", points) for name in "AB"]))
-    marks = list(root.iter("{http://www.w3.org/2000/svg}circle"))
-    assert len(marks) == 24
-    for mark in marks:
-        assert tables.LEFT <= float(mark.attrib["cx"]) <= tables.WIDTH - tables.RIGHT
-        assert tables.TOP <= float(mark.attrib["cy"]) <= tables.HEIGHT - tables.BOTTOM
-    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert all(texts.count(point.name) == 2 for point in points)
-
-
-def test_names_beside_points_keep_clear_of_each_other_where_there_is_room():
-    points = [tables.Point(name, 0, 0, False) for name in ("first", "second", "third")]
-    places = tables.labels(points, [(200.0, 200.0), (204.0, 202.0), (202.0, 206.0)])
-    assert not any(a.overlap(b) for a in places for b in places if a is not b)
-
-
-@pytest.mark.parametrize("values", [[5.0, 5.0], [0.2, 0.9], [171.0, 420.0], [1.0, 2500.0]])
-def test_ticks_are_few_and_reach_around_all_values(values):
-    ticks = tables.ticks(values)
-    assert ticks[0] <= min(values) and max(values) <= ticks[-1] and 3 <= len(ticks) <= 10
