@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import pickle
+import resource
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +25,7 @@ from _ranks import start_as_torchrun
 from graphzero import _compat
 
 Key = TypeVar("Key")
+Found = TypeVar("Found")
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "examples"))  # measure.py is shared with the examples
 
@@ -82,6 +86,40 @@ def _output(*args: str, seconds: float | None = None) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(args)} failed:\n{done.stderr}")
     return done.stdout
+
+
+def in_child(find: Callable[[], Found], wall: int, cpu: int = -1, nbytes: int = -1) -> tuple[Found | None, str, Any]:
+    """Result of ``find`` in a process that is forked from this one, or None and how it ended; what it has used.
+
+    wall, cpu: seconds, by the clock and of the processor, after which it is ended.  nbytes: of data that it may have.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            faulthandler.disable()
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(wall)
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu, -1))
+            resource.setrlimit(resource.RLIMIT_DATA, (nbytes, -1))
+            for stream in (0, 1, 2):
+                os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+            result = pickle.dumps(find())
+            with os.fdopen(writer, "wb") as pipe:
+                pipe.write(result)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        result = pipe.read()
+    _, status, used = os.wait4(child, 0)
+    if not status:
+        found: Found = pickle.loads(result)
+        return found, "", used
+    ends = {signal.SIGALRM: f"more than {wall} s", signal.SIGXCPU: f"more than {cpu} s of processor time"}
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    return None, ends.get(number, f"killed by {signal.Signals(number).name}") if number else "no result", used  # type: ignore[call-overload]
 
 
 def average(numbers: Any) -> Any:

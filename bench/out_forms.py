@@ -3,29 +3,24 @@
 An op may be given the storage of another value (``out=``), room in the arena, or an operand to write over.  Whether its
 kernel then computes the same is not said by torch: some ignore strides, some write beside, some find memory of their
 own.  Here every op of PyTorch's own operator samples and of the samples of rules that has such a form is run in it:
-strides of result and operands, marks in the memory around, operands as results, in every dtype.  What is printed is how
-often each form was tried (and gave another result than the op beside it), and every one that goes wrong though
-``graphzero/ir/storage/kernel_forms.py`` allows it.  ``--table`` prints what that file is to say.
+strides of result and operands, marks in the memory around, operands as results, in every dtype.  What is printed is
+every form that goes wrong though ``graphzero/ir/storage/kernel_forms.py`` allows it.  ``--table`` prints what that file
+is to say.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import os
-import pickle
-import signal
 import textwrap
-import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from _run import markdown, options_of
+from _run import in_child, options_of
 from memory_layouts import DENSE_ROWS, LAYOUTS, MarkedTensor, StridesAndOffset, largest, layouts_of, same, turned
 from op_calls import FAILURES, LARGEST, Call, calls, dense
 from torch import Tensor
@@ -38,10 +33,8 @@ DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int64,
     torch.int32, torch.uint8, torch.bool,
 )  # fmt: skip
-Found = TypeVar("Found")
 SECONDS = 100  # for all that one process tries
 TOGETHER = 16  # ops that one process tries first: to start one takes as long as what it does
-FORMS = ("out", "over first", "out is an operand", "rows of rows", "rows of the first", "always rows")
 
 
 @dataclass
@@ -198,11 +191,12 @@ def measure(
     found: dict[Any, Facts | None] = {}
     ops = iter(by_op)
     while some := list(islice(ops, TOGETHER)):
-        known = _in_child(lambda some=some: {i: _facts(by_op[op], LAYOUTS) for i, op in enumerate(some)}) or {}
+        known, *_ = in_child(lambda some=some: {i: _facts(by_op[op], LAYOUTS) for i, op in enumerate(some)}, SECONDS)
+        known = known or {}
         for i, op in enumerate(some):  # what went wrong may be another op's doing
             wrong = i in known and (problems({op: known[i]}) if allowed_only else any(known[i].wrong.values()))
             clean = i in known and not wrong
-            found[op] = known[i] if clean else in_child(by_op[op]) or in_child(by_op[op], DENSE_ROWS)
+            found[op] = known[i] if clean else facts_of(by_op[op]) or facts_of(by_op[op], DENSE_ROWS)
     return {op: facts for op, facts in found.items() if facts is None or facts.tried}
 
 
@@ -211,9 +205,9 @@ def _is_told(op: Any) -> bool:
     return has_form or op in ROW_MAJOR
 
 
-def in_child(given: Sequence[Call], layouts: Sequence[str] = LAYOUTS) -> Facts | None:
+def facts_of(given: Sequence[Call], layouts: Sequence[str] = LAYOUTS) -> Facts | None:
     """Facts of calls from another process, since some kernels overwrite other memory; None if it dies."""
-    found = _in_child(lambda: _facts(given, layouts))
+    found, *_ = in_child(lambda: _facts(given, layouts), SECONDS)
     if found is not None:
         for layout in set(LAYOUTS) - set(layouts):
             found.note("out", layout, "the process died", given[0])
@@ -225,31 +219,6 @@ def _facts(given: Sequence[Call], layouts: Sequence[str]) -> Facts:
     for call in given:
         try_call(call, facts, layouts)
     return facts
-
-
-def _in_child(find: Callable[[], Found]) -> Found | None:
-    """Result of ``find`` in a process of its own; None if that dies."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        faulthandler.disable()
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(SECONDS)  # one that has written over the allocator's own may wait for it for ever
-        try:
-            found = find()
-            with os.fdopen(writer, "wb") as pipe:
-                pickle.dump(found, pipe)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        said = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if status:
-        return None
-    told: Found = pickle.loads(said)
-    return told
 
 
 # ---- tables
@@ -338,20 +307,6 @@ def problems(found: Mapping[Any, Facts | None]) -> list[str]:
     return sorted(lines)
 
 
-def report(found: Mapping[Any, Facts | None]) -> str:
-    """Numbers of tries, and the sizes of the tables."""
-    tried: Counter[tuple[str, str]] = Counter()
-    wrong: Counter[tuple[str, str]] = Counter()
-    for facts in filter(None, found.values()):
-        for kind, total in ((facts.tried, tried), (facts.wrong, wrong)):
-            for (form, layout), count in kind.items():
-                total["out is an operand" if form.startswith("out is") else form, layout] += count
-    rows = [[form, *(f"{tried[form, x]} ({wrong[form, x]})" for x in LAYOUTS)] for form in FORMS]
-    said = Tables.said()
-    sizes = [[one.name, len(getattr(said, one.name))] for one in fields(said)]
-    return f"{len(found)} ops\n\n{markdown(['form', *LAYOUTS], rows)}\n\n{markdown(['table', 'entries'], sizes)}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtypes", nargs="+", default=[str(d).removeprefix("torch.") for d in DTYPES])
@@ -360,13 +315,12 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print the tables as they are to stand in the file")
     options = options_of(parser)
     warnings.simplefilter("ignore")
-    started = time.perf_counter()
     found = measure([getattr(torch, name) for name in options.dtypes], options.most, options.every)
     if options.table:
         print(Tables.of(found).text())
         return
     wrong = problems(found)
-    print(report(found), *wrong, f"{len(wrong)} wrong, {time.perf_counter() - started:.0f} s", sep="\n\n")
+    print(*wrong, f"{len(found)} ops, {len(wrong)} wrong", sep="\n\n")
     if wrong:
         raise SystemExit("the tables allow what goes wrong")
 

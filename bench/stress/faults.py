@@ -16,7 +16,6 @@ without any fault, is tried in ``tests/runtime/one_sided_checks.py``.  Exits wit
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -25,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,14 @@ import torch.distributed as dist
 from torch import nn
 
 import graphzero as gz
-from graphzero.runtime.transport.shared_memory_connect import SWITCH
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "runtime"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
-from _ranks import context, end_with_parent
 from _run import markdown
+from failure_toys import WAYS
+from failure_toys import run as start_ranks
 
-WAYS = ("memory", "gloo")
 SOON = 10.0  # seconds
-TIMEOUT = 60.0  # the job's
 Act = Callable[["Job", random.Random], Any]  # with the fault prepared, what the rank does instead of its call
 
 
@@ -245,13 +243,8 @@ FAULTS: dict[str, Fault] = {
 # ---- one world
 
 
-def work(rank: int, ranks: int, way: str, port: int, names: list[str], seed: int, folder: str) -> None:
+def work(ranks: int, names: list[str], seed: int, rank: int) -> list[dict[str, Any]]:
     """One rank: faults one after the other; the last one may end a process."""
-    end_with_parent()
-    os.environ[SWITCH] = way
-    torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", port)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT), store=store, rank=rank, world_size=ranks)
     chance = random.Random(seed)
     job = Job(rank, ranks, chance.choice((1, 2, 3)))
     job.call()
@@ -263,12 +256,10 @@ def work(rank: int, ranks: int, way: str, port: int, names: list[str], seed: int
             job.call()
             job.advance()
         dist.barrier()
-        one = end(job, name, faulty, seed) if FAULTS[name].is_end else survive(job, name, faulty, seed)
-        found.append({"fault": name, "faulty": faulty, **one})
-        Path(folder, f"{rank}.json").write_text(json.dumps(found))
-        if one["wrong"]:
+        found.append((end if FAULTS[name].is_end else survive)(job, name, faulty, seed))
+        if found[-1]["wrong"]:
             break
-    os._exit(0)  # without the farewell of a process group of which a rank may be gone
+    return found
 
 
 def tried(call: Callable[[], Any]) -> dict[str, Any]:
@@ -356,22 +347,13 @@ def near(a: float, b: float) -> bool:
 
 
 def world(ranks: int, way: str, names: list[str], seed: int) -> list[list[dict[str, Any]]]:
-    """What each rank has found: a list of faults, shorter for one that has ended."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent holds it
+    """What each rank has found: a list of faults, empty for one that has ended."""
     with tempfile.TemporaryDirectory() as folder:
-        given = (ranks, way, store.port, names, seed, folder)
-        started = [context().Process(target=work, args=(rank, *given)) for rank in range(ranks)]
-        deadline = time.monotonic() + 60 + 20 * len(names)
-        try:
-            for one in started:
-                one.start()
-            for one in started:
-                one.join(max(0.1, deadline - time.monotonic()))
-        finally:
-            for one in started:
-                one.kill()
-        files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
-        return [json.loads(file.read_text()) if file.exists() else [] for file in files]
+        told = start_ranks(partial(work, ranks, names, seed), ranks, Path(folder), way, limit=60.0 + 20 * len(names))
+    for rank, found in told.items():
+        if isinstance(found, dict):
+            print(f"rank {rank}: {found['raised']}", file=sys.stderr)
+    return [found if isinstance(found := told.get(rank, []), list) else [] for rank in range(ranks)]
 
 
 def verdict(told: list[list[dict[str, Any]]], i: int, name: str) -> tuple[str, float]:

@@ -16,14 +16,8 @@ import argparse
 import functools
 import gc
 import importlib
-import json
-import os
 import re
-import resource
-import select
-import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +25,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
-from _run import keep_line, kept_lines
+from _run import in_child, keep_line, kept_lines
 
 from zoo import packages, tables, trial
 
@@ -113,64 +107,16 @@ def tried(name: str, phases: list[str], before: dict[str, Any]) -> dict[str, Any
 
 def forked(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Result of ``work`` in a process of its own, with the resources used; or how the process ended."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _work(work, writer)
-    os.close(writer)
-    text, ended = _read(reader, time.monotonic() + WALL)
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-    _, status, used = os.wait4(child, 0)
-    try:
-        got = json.loads(text)
-    except ValueError:
-        got = {
-            "outcome": "crashed",
-            "cause": _end(status, ended, used.ru_utime),
-            "message": text.decode(errors="replace")[-1500:],
-        }
-    return got | {"cpu_s": round(used.ru_utime + used.ru_stime, 2), "peak_mb": used.ru_maxrss >> 10}
 
-
-def _work(work: Callable[[], dict[str, Any]], writer: int) -> None:
-    try:
-        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
-        resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(nothing, stream)
+    def attempt() -> dict[str, Any]:
         try:
-            got = work()
+            return work()
         except BaseException as error:
-            got = {"outcome": "crashed", **trial.described(error)}
-        os.write(writer, json.dumps(got).encode())
-    finally:
-        os._exit(0)
+            return {"outcome": "crashed", **trial.described(error)}
 
-
-def _read(reader: int, until: float) -> tuple[bytes, bool]:
-    parts = []
-    while True:
-        ready, _, _ = select.select([reader], [], [], max(0.0, until - time.monotonic()))
-        if not ready:
-            return b"".join(parts), False
-        part = os.read(reader, 1 << 16)
-        if not part:
-            os.close(reader)
-            return b"".join(parts), True
-        parts.append(part)
-
-
-def _end(status: int, ended: bool, seconds: float) -> str:
-    if not ended:
-        return f"more than {WALL} s"
-    if seconds >= SECONDS - 1:
-        return f"more than {SECONDS} s of processor time"
-    return (
-        f"killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else "ended without a result"
-    )
+    got, end, used = in_child(attempt, WALL, SECONDS, BYTES)
+    got = got or {"outcome": "crashed", "cause": end, "message": ""}
+    return got | {"cpu_s": round(used.ru_utime + used.ru_stime, 2), "peak_mb": used.ru_maxrss >> 10}
 
 
 if __name__ == "__main__":

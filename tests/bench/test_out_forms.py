@@ -36,7 +36,7 @@ def test_a_table_that_allows_what_goes_wrong_is_found(monkeypatch: pytest.Monkey
         out_forms.Call(aten.cumsum.default, (x, 1), {}),
         out_forms.Call(aten.add.Tensor, (x, y), {}),
     ]
-    found = {call.op: out_forms.in_child([call]) for call in calls}
+    found = {call.op: out_forms.facts_of([call]) for call in calls}
     assert not out_forms.problems(found)
     monkeypatch.setattr(kernel_forms, "ROWS_ONLY", frozenset())
     monkeypatch.setattr(kernel_forms, "ANY_STRIDES", kernel_forms.ANY_STRIDES | {"_softmax"})
@@ -45,7 +45,7 @@ def test_a_table_that_allows_what_goes_wrong_is_found(monkeypatch: pytest.Monkey
 
 def test_what_was_not_tried_is_in_no_table_that_allows_something() -> None:
     x = torch.rand(3, 4)
-    found = {op: out_forms.in_child([out_forms.Call(op, (x,), {})]) for op in (aten.neg.default, aten.relu.default)}
+    found = {op: out_forms.facts_of([out_forms.Call(op, (x,), {})]) for op in (aten.neg.default, aten.relu.default)}
     tables = out_forms.Tables.of(found)
     assert set(tables.ANY_STRIDES) == {"neg"}
     assert set(tables.OVER_FIRST) == {"neg", "relu"}
@@ -54,7 +54,7 @@ def test_what_was_not_tried_is_in_no_table_that_allows_something() -> None:
 
 def test_a_process_that_dies_of_a_kernel_says_so() -> None:
     dies = out_forms.Call(aten.neg.default, (torch.rand(3, 4),), {"no such": 1})
-    assert out_forms.in_child([dies]) is not None  # an op that fails is no death
+    assert out_forms.facts_of([dies]) is not None  # an op that fails is no death
     assert out_forms.problems({aten.neg.default: None}) == ["neg: the process died"]
 
 
