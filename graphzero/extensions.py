@@ -6,6 +6,7 @@ graphzero.passes       a ``graphzero.passes.PassEntry``: a pass, its place in th
 graphzero.settings     a ``graphzero.config.PluginSetting``: default and check of ``graph.config.NAME``
 graphzero.inputs       a transform of a call's inputs, on where the setting of its name is not its default
 graphzero.configs      ``reader(config, given)``, which ``GraphConfig.from_NAME(given)`` calls
+graphzero.executors    a ``RegionCompiler``: how compute between collectives runs; ``config.set_executor("NAME")``
 =====================  ================================================================================
 
 docs/plugins.md has an example of each.  Entry points are read when one is first asked for, once in a process, and a
@@ -27,8 +28,9 @@ from typing import Any
 
 from graphzero.errors import ConfigError
 
-COMMANDS, PASSES, SETTINGS, INPUTS, CONFIGS = POINTS = (
+COMMANDS, PASSES, SETTINGS, INPUTS, CONFIGS, EXECUTORS = POINTS = (
     "graphzero.commands", "graphzero.passes", "graphzero.settings", "graphzero.inputs", "graphzero.configs",
+    "graphzero.executors",
 )  # fmt: skip
 DISTRIBUTION = "graphzero-torch"  # which has this file
 PACKAGE = __name__.partition(".")[0]

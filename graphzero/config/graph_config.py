@@ -316,7 +316,7 @@ class GraphConfig(metaclass=PluginMembers):
 
     def set_executor(self, name: str) -> None:
         """Set how programs run: "eager", op by op, the reference; or "inductor", with compute between collectives
-        compiled.
+        compiled; or an executor that a plug-in adds.
 
         torch's Inductor compiles at the first call, which takes seconds; it keeps the result on disk for the next
         process.  Losses equal those of "eager" except for rounding.  The plan is that of "eager" and may differ.

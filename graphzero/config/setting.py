@@ -17,10 +17,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Check:
-    """Condition on a value. allowed: the end of the message, which says what is allowed."""
+    """Condition on a value. end: of the message, which says what is allowed, or a function that returns it."""
 
     is_met: Callable[[Any], bool]
-    allowed: str
+    end: str | Callable[[], str]
+
+    @property
+    def allowed(self) -> str:
+        """Text on what is allowed."""
+        return self.end if isinstance(self.end, str) else self.end()
 
 
 def choices(names: Iterable[str]) -> str:

@@ -23,13 +23,18 @@ from graphzero.config.setting import (
 from graphzero.config.stages import AutoStages, StageMark
 from graphzero.config.zero import AUTO, ZeroSettings
 from graphzero.errors import ConfigError
+from graphzero.extensions import EXECUTORS, extensions
 from graphzero.passes.experts.expert_ways import CAPACITY
 from graphzero.passes.experts.expert_ways import WAYS as EXPERT_WAYS
 from graphzero.passes.place.attention_choice import AUTO_WAY, CHOICES, ways_by_axis
 from graphzero.sbp.link_costs import Link, Links, is_finite
 from graphzero.schedules import GENERATORS, PipelineSchedule
 
-EXECUTORS = ("eager", "inductor")
+EAGER = "eager"
+EXECUTOR = Check(  # which asks for no plug-ins as long as none is named
+    lambda x: isinstance(x, str) and (x == EAGER or x in extensions(EXECUTORS)),
+    lambda: choices((EAGER, *extensions(EXECUTORS))),
+)
 SCHEDULE = Check(
     lambda x: isinstance(x, PipelineSchedule) or (isinstance(x, str) and (x in GENERATORS or x.endswith(".csv"))),
     f"{choices(GENERATORS)}, or give rows of actions, or the path of a .csv file",
@@ -110,7 +115,7 @@ class Settings(Checked):
         doc='What ``set_stage("auto")`` was given; None without it.',
     )
     pipeline: str | PipelineSchedule = setting("1f1b", SCHEDULE, "set_pipeline({})")
-    executor: str = setting("eager", one_of(*EXECUTORS), "set_executor({})")
+    executor: str = setting(EAGER, EXECUTOR, "set_executor({})")
     cuda_graph: bool = setting(False, YES_OR_NO, "set_cuda_graph({})")
     check_inputs: str = setting(
         "always",

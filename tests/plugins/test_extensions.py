@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from distributions import forget, install
+from graphs import TrainGraph, mean_square
 
 import graphzero as gz
 from graphzero import extensions
@@ -91,6 +93,7 @@ def test_the_plug_ins_of_graphzero_are_those_that_it_declares_and_each_loads() -
         "graphzero.settings": ["shapes"],
         "graphzero.inputs": ["shapes"],
         "graphzero.configs": ["deepspeed"],
+        "graphzero.executors": ["inductor"],
     }
     for point, names in declared.items():
         for name in names:
@@ -228,6 +231,16 @@ def test_a_reader_that_cannot_be_called_is_refused(site: Site) -> None:
         gz.GraphConfig.from_recipe({})
     with pytest.raises(AttributeError, match="no attribute 'from_nothing'"):
         _ = gz.GraphConfig.from_nothing
+
+
+def test_an_executor_that_cannot_be_used_is_refused_and_its_name_is_a_choice(site: Site) -> None:
+    site("executors", "tracer", "MODULE:Noop")
+    with pytest.raises(gz.ConfigError, match=r"set_executor\('jit'\): choose one of 'eager', 'inductor', 'tracer'"):
+        gz.GraphConfig(gz.placement("cpu", [0], virtual=True)).set_executor("jit")
+    graph = TrainGraph(torch.nn.Linear(2, 2), mean_square, placement=gz.placement("cpu", [0], virtual=True))
+    graph.config.set_executor("tracer")
+    with pytest.raises(gz.ConfigError, match="plug-in 'tracer' .* is not an executor: it has no join, region_function"):
+        graph(torch.ones(2, 2))
 
 
 def test_of_two_transforms_of_inputs_one_can_be_on(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor, fx, nn
 
 import graphzero as gz
 from graphzero import _compat
-from graphzero.runtime.inductor import compiled
-from graphzero.runtime.inductor.compiled import CompiledRegion
-from graphzero.runtime.inductor.regions import Region, form
+from graphzero.plugins.inductor import compiled
+from graphzero.plugins.inductor.compiled import CompiledRegion
+from graphzero.plugins.inductor.regions import Region, form
 from graphzero.runtime.world.virtual import VirtualWorld
 
 aten = torch.ops.aten

@@ -15,10 +15,10 @@ from graphzero.ir import aliases
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage import kernel_forms
 from graphzero.ir.text.parser import parse
+from graphzero.plugins.inductor import compiled, regions
+from graphzero.plugins.inductor.region_ops import InductorRegion, join
+from graphzero.plugins.inductor.regions import Region, form
 from graphzero.runtime.execute.executor import Executor
-from graphzero.runtime.inductor import compiled, regions
-from graphzero.runtime.inductor.region_ops import RegionOp, join
-from graphzero.runtime.inductor.regions import Region, form
 from graphzero.runtime.world.virtual import VirtualWorld
 
 HEAD = """
@@ -178,7 +178,7 @@ def test_regions_of_equal_blocks_share_one_function():
     found = [
         calls.region_function(n.target, local)
         for n in joined.nodes
-        if isinstance(n.target, RegionOp)
+        if isinstance(n.target, InductorRegion)
         for local in (0, 1)
     ]
     assert len(found) == 6 and len(set(found)) == 1
@@ -278,7 +278,7 @@ def test_an_error_in_a_region_names_its_first_line(op_by_op, monkeypatch) -> Non
 
 
 def test_what_is_asked_of_a_region_does_not_keep_its_program() -> None:
-    op = RegionOp(
+    op = InductorRegion(
         region_in(
             graph_of("""
   a = mul(x, 2.0) : f32[8, 4]  S(0)

@@ -1,7 +1,7 @@
 """Runs a lowered graph for every rank that lives in this process: op by op, or regions of it compiled.
 
 Op by op it is the reference: deterministic, every value freed right after its last reader.  ``program`` compiles,
-``regions`` and ``inductor`` say what else is called, this module binds state, runs, and says which line of the graph
+``region_compiler`` finds what else is called, this module binds state, runs, and says which line of the graph
 failed.  What state is, and where it comes from, is the caller's.
 """
 
@@ -27,13 +27,10 @@ from graphzero.ir.verifier.stream_order import check_streams
 from graphzero.ir.verifier.verify import examine
 from graphzero.runtime.execute.conditions import guarded
 from graphzero.runtime.execute.program import Program, compile_graph
+from graphzero.runtime.execute.region_compiler import RegionOp, region_compiler
 from graphzero.runtime.execute.steps import Env, Meter
-from graphzero.runtime.inductor.compiled import CompiledRegions
-from graphzero.runtime.inductor.region_ops import RegionOp, join
 from graphzero.runtime.transport.failure_report import note_source
 from graphzero.runtime.world.world import World
-
-COMPILERS = {"inductor": CompiledRegions}  # by kind of executor: what compiles the regions of a program
 
 
 @dataclass
@@ -106,10 +103,9 @@ class Executor:
     ):  # fmt: skip
         examine(graph)
         self._guard = guarded() if graph.is_read else nullcontext()
-        written, compiler = graph, None if graph.is_read else COMPILERS.get(kind)
-        calls = compiler(world) if compiler is not None else None
+        written, calls = graph, None if graph.is_read else region_compiler(kind, world)
         if calls is not None:
-            graph = join(graph)
+            graph = calls.join(graph)
             check_streams(graph)
         self.graph, self.world, self.placement, self.checking = graph, world, world.placement, checking
         self.program: Program = compile_graph(graph, world, calls, arena, checking)

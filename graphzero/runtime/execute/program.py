@@ -29,10 +29,9 @@ from graphzero.runtime.execute import checks
 from graphzero.runtime.execute.code import Code, Room, Rooms
 from graphzero.runtime.execute.collectives import Transfers
 from graphzero.runtime.execute.packing import Exchange
+from graphzero.runtime.execute.region_compiler import RegionCompiler, RegionOp
 from graphzero.runtime.execute.steps import Segment, Step
 from graphzero.runtime.execute.writes import Writes
-from graphzero.runtime.inductor.compiled import CompiledRegions
-from graphzero.runtime.inductor.region_ops import RegionOp
 from graphzero.runtime.world.host_copies import room_space
 from graphzero.runtime.world.world import World
 
@@ -70,7 +69,7 @@ class Program:
 
 
 def compile_graph(
-    graph: StepGraph, world: World, calls: CompiledRegions | None, arena: Arena | None, checking: bool
+    graph: StepGraph, world: World, calls: RegionCompiler | None, arena: Arena | None, checking: bool
 ) -> Program:
     """Compile a lowered graph for the ranks that live in this process.
 
@@ -84,7 +83,7 @@ def compile_graph(
 
 class _Compiler:
     def __init__(
-        self, graph: StepGraph, world: World, calls: CompiledRegions | None, arena: Arena | None, checking: bool
+        self, graph: StepGraph, world: World, calls: RegionCompiler | None, arena: Arena | None, checking: bool
     ):
         self.graph, self.world, self.calls, self.checking = graph, world, calls, checking
         self.file_end = 0  # bytes of a file that rooms for activations take

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
@@ -11,22 +10,18 @@ from torch import fx
 from graphzero.ir import value
 from graphzero.ir.aliases import is_name, is_view
 from graphzero.ir.graph import StepGraph
-from graphzero.runtime.inductor.regions import Region, form, work
+from graphzero.plugins.inductor.regions import Region, form, work
+from graphzero.runtime.execute.region_compiler import RegionOp
 
 SHOWN = 5  # ops in the description of a region
 
 
-class RegionOp:
+class InductorRegion(RegionOp):
     """A joined op of a program; ``region`` consists of nodes of the program from which it was made."""
 
-    __module__ = "graphzero"
-
     def __init__(self, region: Region):
+        super().__init__()
         self.region = region
-        self.__name__ = self.__qualname__ = "region"
-
-    def __call__(self, *inputs: Any) -> Any:
-        raise RuntimeError("a region is compiled by an executor; Python does not call it")
 
     def __str__(self) -> str:
         nodes = self.region.nodes
@@ -60,7 +55,7 @@ def _add(graph: StepGraph, region: Region, of: dict[fx.Node, fx.Node]) -> None:
     main = max(region.nodes, key=work)
     types, nds = zip(*((value.tensor_type(x), value.nd_of(x)) for x in region.results), strict=True)
     inputs = tuple(of[x] for x in region.inputs)
-    call = graph.call(RegionOp(region), inputs, types, sbp=nds, like=main, name="region")
+    call = graph.call(InductorRegion(region), inputs, types, sbp=nds, like=main, name="region")
     for i, result in enumerate(region.results):
         of[result] = graph.graph.create_node("call_function", getitem, (call, i), name=result.name)
         of[result].meta = dict(result.meta)

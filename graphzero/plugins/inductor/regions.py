@@ -1,6 +1,6 @@
 """Regions: stretches of compute that are compiled to one call each.
 
-This module decides which ops form a region; ``inductor`` compiles it.
+This module decides which ops form a region; ``compiled`` compiles it.
 
 A region ends at ops that it must not contain: collectives, writes to states, and ops that gain nothing from a compiler
 (``COMPILED`` lists those that do).  Ending it at every such op would leave very small regions, because backward

@@ -20,10 +20,11 @@ from graphzero import _compat
 from graphzero.errors import ConfigError
 from graphzero.ir import value
 from graphzero.ir.aliases import is_name, is_reshape, is_view, unnamed
+from graphzero.ir.graph import StepGraph
 from graphzero.logs import working
+from graphzero.plugins.inductor.region_ops import InductorRegion, join
+from graphzero.plugins.inductor.regions import COMPOSED, Region
 from graphzero.runtime import kernels
-from graphzero.runtime.inductor.region_ops import RegionOp
-from graphzero.runtime.inductor.regions import COMPOSED, Region
 from graphzero.runtime.world.world import World
 from graphzero.sbp.shards import piece_shape
 
@@ -51,7 +52,11 @@ class CompiledRegions:
         self.world = world
         self._known: dict[Any, CompiledRegion] = {}
 
-    def region_function(self, op: RegionOp, local: int) -> CompiledRegion:
+    def join(self, graph: StepGraph) -> StepGraph:
+        """The program with regions for ops."""
+        return join(graph)
+
+    def region_function(self, op: InductorRegion, local: int) -> CompiledRegion:
         """The function that a local rank calls for a region."""
         module, groups = written(op.region, self.world, local)
         key = str(module.graph), self._forms(op.region, local), groups

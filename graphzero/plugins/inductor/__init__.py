@@ -1,0 +1,1 @@
+"""The executor "inductor": compute between collectives is compiled by torch's Inductor."""
