@@ -211,9 +211,9 @@ def test_rows_of_experts_wait_on_the_host_with_the_same_bits(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 4, 8, 9, 16, 22, 31, 32, 36, 39, 41])
+@pytest.mark.parametrize("seed", [0, 1, 4, 31, 45, 267])
 def test_any_ops_between_the_products_give_what_they_give_on_one_device(seed: int) -> None:
-    """In the first two an op mixes rows, so that none are exchanged."""
+    """In the first two an op mixes rows, so that none are exchanged; the others have every op of rows by themselves."""
     model = model_of(between=chain(seed, ROW_BY_ROW + OTHERS))
     graph = train(model, virtual(dp=2), B, stage=3, configure=exchanging(1.0))
     assert is_exchanged(graph) == (seed > 1)

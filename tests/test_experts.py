@@ -233,7 +233,10 @@ def chain(seed: int, some: list[Callable[[torch.Tensor], torch.Tensor]]) -> Call
     return between
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 18))])
+CHAINS = (2, 3, 7, 14, 40, 169)  # with 0 they have every op
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in CHAINS)])
 def test_any_ops_between_the_products_give_what_they_give_on_one_device(seed: int) -> None:
     options = {"between": chain(seed, ROW_BY_ROW + OTHERS)}
     train(model_of(**options), virtual(ep=2))

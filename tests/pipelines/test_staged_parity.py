@@ -42,8 +42,14 @@ pytestmark = pytest.mark.strict  # members that send each other messages, as pro
 STAGES_A_RANK = {"interleaved": 2, "looped_bfs": 2, "interleaved_zero_bubble": 2, "zbv": 2}
 
 
-# Each schedule at each stage of ZeRO, the numbers of micro-batches in turn: all pairs of two of the three.
-PAIRS = [(schedule, stage, (1, 2, 8)[(i + stage) % 3]) for i, schedule in enumerate(GENERATORS) for stage in range(4)]
+# Each schedule at each stage of ZeRO, at one of them in the first stage of tests, the numbers of micro-batches in turn:
+# all pairs of two of the three.
+FAST = dict(zip(GENERATORS, (0, 1, 2, 3, 1, 2, 3), strict=True))
+SLOW = [
+    (schedule, stage, (1, 2, 8)[(i + 2 * j) % 3])
+    for i, schedule in enumerate(GENERATORS)
+    for j, stage in enumerate({*range(4)} - {FAST[schedule]})
+]
 
 
 @pytest.fixture(autouse=True)
@@ -65,13 +71,13 @@ def assert_same_bits(schedule: str, stage: int, micro_batches: int) -> None:
     assert graph.stage_programs
 
 
-@pytest.mark.parametrize(("schedule", "stage"), [*zip(GENERATORS, (0, 1, 2, 3, 1, 2, 3), strict=True)])
+@pytest.mark.parametrize(("schedule", "stage"), FAST.items())
 def test_each_schedule_at_a_stage_of_zero(schedule: str, stage: int) -> None:
     assert_same_bits(schedule, stage, micro_batches=4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "stage", "micro_batches"), PAIRS)
+@pytest.mark.parametrize(("schedule", "stage", "micro_batches"), SLOW)
 def test_all_schedules_at_all_stages_of_zero(schedule: str, stage: int, micro_batches: int) -> None:
     assert_same_bits(schedule, stage, micro_batches)
 
@@ -373,6 +379,6 @@ def test_random_cuts_and_schedules(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6, 26))
+@pytest.mark.parametrize("seed", range(6, 16))
 def test_more_random_cuts_and_schedules(seed: int) -> None:
     _check_random(seed)
