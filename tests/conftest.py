@@ -34,6 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--strict-transfers"):
         os.environ["GRAPHZERO_TESTS_STRICT"] = "1"  # for processes that tests start; see runtime/processes.py
+    if config.getoption("--other-kernels"):
+        os.environ["GRAPHZERO_TESTS_OTHER_KERNELS"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

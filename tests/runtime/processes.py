@@ -8,19 +8,21 @@ import json
 import os
 import tempfile
 import traceback
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from _ranks import start
+from other_kernels import other_kernels
 
 from graphzero import _compat
 from graphzero.runtime.world import shared_gpus
 from graphzero.testing import strict_transfers
 
 STRICT = "GRAPHZERO_TESTS_STRICT"  # set by pytest's --strict-transfers, for processes that tests start
+OTHER_KERNELS = "GRAPHZERO_TESTS_OTHER_KERNELS"  # set by its --other-kernels
 START = {"cpu": "forkserver", "cuda": "spawn"}  # a process that has asked for GPUs cannot be forked
 device_type = "cpu"  # of this rank
 
@@ -120,10 +122,13 @@ def _work(rank, ranks, folder, modules, names, kind):
     tempfile.tempdir = folder  # which pytest clears away
     told = {}
     checks = checks_in(*modules)
-    is_strict = STRICT in os.environ and kind == "cpu"
+    modes = {STRICT: strict_transfers, OTHER_KERNELS: other_kernels}
+    modes = [mode for name, mode in modes.items() if name in os.environ and kind == "cpu"]
     for name in names:
         try:
-            with strict_transfers() if is_strict else nullcontext():
+            with ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode())
                 checks[name]()
             told[name] = ""
         except BaseException:
