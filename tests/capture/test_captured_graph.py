@@ -116,6 +116,19 @@ def test_a_copy_that_makes_contiguous_stays():
     assert any(node.target is aten.clone.default for node in program.graph.nodes)
 
 
+def test_a_new_tensor_depends_on_no_value_of_the_one_that_gives_its_dtype():
+    def build(self, x):
+        h = self.model(x)
+        mask = h.new_full((4, 4), 2).triu(1) + h.new_ones(4, dtype=torch.float32)
+        loss = (torch.cat([h, h.new_zeros(3, 4), h.new_empty(1, 4).fill_(2.0)]) @ mask).square().sum()
+        loss.backward()
+        return loss
+
+    program, _ = assert_same(Owner(build, model=nn.Linear(4, 4).to(D)), sgd, [((torch.randn(3, 4, dtype=D),), {})])
+    created = [node for node in program.graph.nodes if node.name.startswith("new_")]
+    assert len(created) == 4 and not any(node.all_input_nodes for node in created)
+
+
 def test_gradients_are_nodes_of_their_own():
     class Sum(nn.Module):
         def __init__(self):

@@ -1,7 +1,8 @@
 """The plain form of a captured graph: nothing that only autograd, functionalize or devices needed.
 
 One walk in program order.  Gone are: detach, alias, lifted copies, copies and clones that change nothing, views that
-give back what an earlier view was made of, chains of views, and device arguments.  Every size of a view is a plain
+give back what an earlier view was made of, chains of views, device arguments, and operands that give a new tensor its
+dtype alone.  Every size of a view is a plain
 number.  It works with the fakes in ``meta["val"]``, which know strides.
 """
 
@@ -32,6 +33,12 @@ _FACTORIES = {
     aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default, aten.eye.default, aten.eye.m,
     aten.linspace.default,
 }  # fmt: skip
+_NEW = {  # ops that read no more than the dtype of their operand -> the same without it
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+    aten.new_empty.default: aten.empty.memory_format,
+}
 
 
 def _is_name(target: Any) -> bool:
@@ -48,7 +55,7 @@ def canonicalise(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is operator.getitem:
             continue
-        _strip_kwargs(node)
+        _strip_operands(node)
         _fold_number(node)
         same = _same_as(node)
         if same is not None:
@@ -69,11 +76,13 @@ def _is_apart(node: fx.Node, same: fx.Node) -> bool:
     return "apart" in node.meta or not _same_layout(fake, other)
 
 
-def _strip_kwargs(node: fx.Node) -> None:
+def _strip_operands(node: fx.Node) -> None:
     kwargs: dict[str, Any] = {key: x for key, x in node.kwargs.items() if key not in _DROPPED and x is not None}
     if kwargs.get("memory_format") is torch.preserve_format:
         del kwargs["memory_format"]
     fake = node.meta.get("val")
+    if node.target in _NEW:  # else its readers would depend on a value, and be on its pipeline stage
+        node.target, node.args = _NEW[node.target], node.args[1:]
     if node.target in _FACTORIES and isinstance(fake, Tensor):
         kwargs["dtype"] = fake.dtype
     node.kwargs = kwargs
