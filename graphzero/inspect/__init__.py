@@ -2,7 +2,6 @@
 
 ``initial_state`` collects what one step reads, as whole copies; ``eager`` runs the user's build and optimizers on them;
 ``stage_values`` runs the program after every pass; ``compare`` says what is beyond rounding; ``report`` writes it down.
-``snapshots`` runs nothing: it has the program after each pass as text.
 """
 
 from graphzero.inspect.checking import check

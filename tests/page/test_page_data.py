@@ -15,13 +15,13 @@ from page_toy import FACTORY
 
 import graphzero as gz
 from graphzero.cli import factory
-from graphzero.inspect.snapshots import snapshots
 from graphzero.ir.text.printer import print_graph
 from graphzero.plan.device import Device
 from graphzero.plan.timeline import timeline
 from graphzero.plugins.page import plan_data, render
 from graphzero.plugins.page.lines import Pool
 from graphzero.plugins.page.render import SCRIPTS, STYLES, embedded
+from graphzero.plugins.page.snapshots import snapshots
 from graphzero.plugins.page.timeline import read_measured
 from graphzero.step.program import StepProgram
 

@@ -13,7 +13,14 @@ from typing import Any
 from graphzero.cli import factory
 from graphzero.cli.output import check_output, write_output
 from graphzero.errors import ConfigError
-from graphzero.inspect.snapshots import (
+from graphzero.ir import value
+from graphzero.ir.text.printer import print_line
+from graphzero.ir.value import PHASES
+from graphzero.passes import Record
+from graphzero.plan.device import Device, names
+from graphzero.plugins.page import plan_data, render
+from graphzero.plugins.page.lines import Pool
+from graphzero.plugins.page.snapshots import (
     CAPTURED,
     ProgramSnapshot,
     SnapshotFilter,
@@ -23,13 +30,6 @@ from graphzero.inspect.snapshots import (
     made_and_changed,
     snapshots,
 )
-from graphzero.ir import value
-from graphzero.ir.text.printer import print_line
-from graphzero.ir.value import PHASES
-from graphzero.passes import Record
-from graphzero.plan.device import Device, names
-from graphzero.plugins.page import plan_data, render
-from graphzero.plugins.page.lines import Pool
 from graphzero.plugins.page.timeline import read_measured
 from graphzero.sbp.placement import DEVICE_TYPES
 from graphzero.step.program import StepProgram

@@ -9,7 +9,6 @@ from typing import Any
 
 from graphzero.cli.output import check_output, write_output
 from graphzero.graph import Graph
-from graphzero.inspect.snapshots import snapshots
 from graphzero.plan import Plan
 from graphzero.plan.device import Device
 from graphzero.plugins.page.lines import Pool, passes_data, values_data
@@ -17,6 +16,7 @@ from graphzero.plugins.page.memory import memory_data
 from graphzero.plugins.page.parameters import parameters_data
 from graphzero.plugins.page.pipeline import CallMemory, pipeline_data, programs_data, step_data
 from graphzero.plugins.page.render import render
+from graphzero.plugins.page.snapshots import snapshots
 from graphzero.plugins.page.timeline import planned_data, rows_of
 from graphzero.step.program import StepProgram
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from graphzero.inspect.snapshots import ProgramSnapshot, made_and_changed
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
+from graphzero.plugins.page.snapshots import ProgramSnapshot, made_and_changed
 
 MOST_OPTIONS = 400  # characters of a pass's options
 

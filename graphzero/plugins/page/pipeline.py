@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from graphzero.inspect.snapshots import snapshots
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.pipeline_parts import PartCall, PipelineProgram, StagePart, ValueKey
 from graphzero.ir.pipeline_stages import stages_of
@@ -22,6 +21,7 @@ from graphzero.plan.program_costs import total_over_time
 from graphzero.plugins.page.lines import Pool, passes_data, values_data
 from graphzero.plugins.page.memory import change_bytes, memory_data
 from graphzero.plugins.page.parameters import RankNumbers, parameters_data
+from graphzero.plugins.page.snapshots import snapshots
 from graphzero.plugins.page.timeline import planned_data
 from graphzero.sbp.placement import PIPELINE
 
