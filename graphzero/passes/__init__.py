@@ -26,7 +26,6 @@ from graphzero.passes.pass_list import Fuse, Options, PassEntry, Schedule, defau
 from graphzero.passes.pass_list_text import parse_passes, print_passes
 from graphzero.passes.place.cast_before_gather import CastBeforeGather
 from graphzero.passes.place.expand import Expand
-from graphzero.passes.place.pad_targets import PadTargets
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
 from graphzero.passes.place.split_attention import SplitAttention
@@ -42,7 +41,7 @@ from graphzero.passes.schedule.slots import Slots
 __all__ = [
     "Assign", "Bucket", "BuiltinPass", "CopyOld", "DeadCode", "Expand", "Fuse", "Group", "InsertBoxing",
     "KeepGathered", "Launch", "Localize", "LowerBoxing", "CastBeforeGather", "Options", "DelayGradients", "Overlap",
-    "OverlapUpdate", "PadTargets", "Pass", "PassEntry", "Pin", "Pipeline", "Propagate", "Recompute", "Record",
+    "OverlapUpdate", "Pass", "PassEntry", "Pin", "Pipeline", "Propagate", "Recompute", "Record",
     "RingAttention", "InPlace", "Schedule", "Slots", "SplitAttention", "SplitExperts", "SplitRouting",
     "OptimizerInBackward", "Zero", "default_passes", "host_memory", "parse_passes", "pass_name", "print_passes",
 ]  # fmt: skip

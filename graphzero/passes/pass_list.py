@@ -32,7 +32,6 @@ from graphzero.passes.micro.tile_rows import TileRows
 from graphzero.passes.place.attention_choice import AUTO_WAY, has_ring
 from graphzero.passes.place.cast_before_gather import CastBeforeGather
 from graphzero.passes.place.expand import Expand
-from graphzero.passes.place.pad_targets import PadTargets
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
 from graphzero.passes.place.split_attention import SplitAttention
@@ -150,7 +149,6 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(CountTargets, "captured", lambda options: options.adds_up),
     PassEntry(AssignStages, "captured", lambda options: bool(options.pipeline_stages)),
     PassEntry(SplitAttention, "captured"),
-    PassEntry(PadTargets, "captured"),
     PassEntry(SplitRouting, "captured"),
     PassEntry(SplitExperts, "captured"),
     PassEntry(Expand, "captured"),

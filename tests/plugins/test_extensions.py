@@ -88,6 +88,7 @@ def test_the_plug_ins_of_graphzero_are_those_that_it_declares_and_each_loads() -
             "fuse_cross_entropy",
             "fuse_pieces",
             "join_updates",
+            "pad_targets",
             "stack_updates",
         ],
         "graphzero.settings": ["shapes"],

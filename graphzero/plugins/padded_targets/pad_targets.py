@@ -17,7 +17,7 @@ import torch
 from graphzero.ir.graph import StepGraph
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.place.forward_sweep import AxisPropagation, swept
-from graphzero.passes.place.sliced_region import SlicedRegion, region_of
+from graphzero.plugins.padded_targets.sliced_region import SlicedRegion, region_of
 from graphzero.sbp.link_costs import Links
 
 SLICE = torch.ops.aten.slice.Tensor
