@@ -31,7 +31,9 @@ def test_some_operators_agree_in_every_signature_of_every_call() -> None:
 @pytest.mark.parametrize("dtype", [d for d in ops.DTYPES if d != torch.float32], ids=str)
 @pytest.mark.filterwarnings("ignore")
 def test_every_operator_agrees_in_every_signature_of_every_call(dtype: torch.dtype) -> None:
-    found = ops.tally(dtype, set(), most=2 if dtype == torch.float64 else 1)
+    """In the floating dtypes beside float64 every second one: neither rules nor captures choose by them."""
+    every = 2 if dtype in (torch.bfloat16, torch.complex128) else 1
+    found = ops.tally(dtype, set(), every, most=2 if dtype == torch.float64 else 1)
     assert found.samples > 100
     assert not found.wrong, "\n".join(found.wrong)
     assert set(found.bare) <= BARE, "give these a rule, or say in sbp/rules/broadcast_only.py why they have none"

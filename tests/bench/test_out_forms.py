@@ -25,7 +25,7 @@ def test_some_operators_are_right_in_every_form_that_they_are_given() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", out_forms.DTYPES, ids=str)
 def test_every_operator_is_right_in_every_form_that_it_is_given(dtype: torch.dtype) -> None:
-    found = out_forms.measure([dtype], allowed_only=True)
+    found = out_forms.measure([dtype], most=2, allowed_only=True)
     assert not out_forms.problems(found)
 
 
