@@ -164,10 +164,10 @@ class RandomGraph(gz.Graph):
         return {"losses": [self(x) for _ in range(2)], **self.full_state_dict()}, measure_step(self, x)
 
 
-FAST = (2,)
+SLOW = (0, 7, 9, 23, 44, 47, 53, 80)  # with the first nearly all pairs of settings
 
 
-@pytest.mark.parametrize("seed", [pytest.param(x, marks=[pytest.mark.slow] * (x not in FAST)) for x in range(16)])
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)])
 def test_random_models_within_random_bytes_have_the_same_bits_and_the_planned_bytes(seed):
     plain = RandomGraph(seed)
     expected, _ = plain.results()
