@@ -261,13 +261,6 @@ def _more_dims(batch: Batch, wanted: str, got: str) -> None:
         batch.drawn[name] = replace(draw, shape=(BATCH, 1, *draw.shape[1:]))
 
 
-def _one_more_dim(batch: Batch, *said: str) -> None:
-    name = "input_features" if "input_features" in batch.drawn else "input_values"
-    draw = batch.drawn.get(name)
-    if draw is not None and len(draw.shape) < 4:
-        batch.drawn[name] = replace(draw, shape=(BATCH, 1, *draw.shape[1:]))
-
-
 def _image_size(batch: Batch, height: str, width: str) -> None:
     draw = batch.drawn["pixel_values"]
     batch.drawn["pixel_values"] = replace(draw, shape=(*draw.shape[:-2], int(height), int(width)))
@@ -305,10 +298,6 @@ def _given(batch: Batch, name: str) -> None:
         batch.drawn[name] = Draw((BATCH, context, int(_of(batch.config, ("num_input_channels",), 1))))
     elif name in ("inputs_embeds", "query_embeds", "noise_embeds", "context_hidden_states", "hidden_states"):
         batch.drawn[name] = Draw((BATCH, LENGTH, int(_of(batch.text, ("hidden_size", "d_model"), 32))))
-    elif name == "input_values":
-        batch.drawn[name] = Draw((BATCH, SAMPLES))
-    elif name == "state":
-        batch.drawn[name] = Draw((BATCH, int(_of(batch.config, ("max_state_dim",), 32))))
 
 
 def _image_sizes(batch: Batch, *said: str) -> None:
@@ -338,7 +327,6 @@ FITS: tuple[tuple[str, Callable[..., None]], ...] = (
     (r"cannot be multiplied \((\d+)x(\d+) and (\d+)x\d+\)", _product),
     (r"to have (\d+) channels, but got (\d+) channels", _channels),
     (r"not enough values to unpack \(expected (\d+), got (\d+)\)", _more_dims),
-    (r"Dimension out of range|Expected 3D|5D tensor", _one_more_dim),
     (r"doesn't match model \((\d+)\*(\d+)\)", _image_size),
     (r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\) at non-singleton dimension 2", _widen),
     (r"to be of length (?P<wanted>\d+), but found (?P<got>\d+)", lambda batch, wanted, got: _widen(batch, got, wanted)),

@@ -18,19 +18,23 @@ import gc
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
-from _run import in_child, keep_line, kept_lines
+from _run import filled, in_child, keep_line, kept_lines, markdown
 
-from zoo import packages, tables, trial
+from zoo import packages, trial
 
 PEER_FACTS = tuple(f"{peer}{what}" for peer in ("export", "compile") for what in ("", "_cause", "_cpu_s"))
-PARTS = ("zoo.peft_models", "zoo.diffusers_models", "zoo.transformers_models", "zoo.image_models")
+PARTS = ("diffusers_models.cases", "transformers_models.cases", "transformers_models.adapters", "image_models.cases")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+Record = dict[str, Any]
+OUTCOMES = ("equal", "refused", "crashed", "wrong", "skipped")
 SECONDS, WALL, BYTES = 120, 600, 6 << 30
 
 
@@ -47,10 +51,10 @@ def main() -> int:
     torch.set_num_threads(1)
     found = kept_lines(options.save)
     if options.summary:
-        print(tables.summary(list(found.values())))
+        print(summary(list(found.values())))
         return 0
     if options.page:
-        tables.write(list(found.values()))
+        write_page(list(found.values()))
         return 0
     packages.load()
     gc.freeze()  # what is loaded is not looked through in every child
@@ -63,7 +67,7 @@ def main() -> int:
         if due:
             found[name] = record = tried(name, due, {} if before is None else before)
             keep_line(options.save, record)
-            print(tables.line(record), flush=True)
+            print(line_of(record), flush=True)
     bad = [record for name, record in found.items() if name in names and record["outcome"] in ("wrong", "crashed")]
     return 1 if bad else 0
 
@@ -73,8 +77,9 @@ def cases() -> dict[str, tuple[str, Callable[[], trial.Trial]]]:
     """name -> family, and how the trial is made; of the packages that are installed."""
     found: dict[str, tuple[str, Callable[[], trial.Trial]]] = {}
     for part in PARTS:
+        module, function = part.split(".")
         try:
-            found |= importlib.import_module(part).cases()
+            found |= getattr(importlib.import_module(f"zoo.{module}"), function)()
         except ImportError as error:
             print(f"without {part}: {error}")
     return found
@@ -117,6 +122,100 @@ def forked(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     got, end, used = in_child(attempt, WALL, SECONDS, BYTES)
     got = got or {"outcome": "crashed", "cause": end, "message": ""}
     return got | {"cpu_s": round(used.ru_utime + used.ru_stime, 2), "peak_mb": used.ru_maxrss >> 10}
+
+
+# ---- lines and tables of what is kept
+
+
+def line_of(record: Record) -> str:
+    cause = record.get("cause") or f"loss {record.get('loss', 0):.0e}, state {record.get('state', 0):.0e}"
+    peers = " ".join(f"{peer}: {record[peer]}" for peer in ("export", "compile") if peer in record)
+    return f"{record['outcome']:8} {record.get('cpu_s', 0):5.1f} s  {record['name']}  {cause[:150]}  {peers}"
+
+
+def summary(records: Sequence[Record]) -> str:
+    """Counts by family, what the peers take, what was not equal by cause, and the slowest captures."""
+    return "\n\n".join(table(records) for table in TABLES.values())
+
+
+def write_page(records: Sequence[Record], page: Path = PAGE) -> None:
+    """Put each table between its two lines of the page."""
+    text = page.read_text()
+    for name, table in TABLES.items():
+        text = filled(text, "zoo/run.py", name, table(records))
+    page.write_text(text)
+
+
+def families(records: Sequence[Record]) -> str:
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for record in records:
+        for row in (record["family"], "all"):
+            counts[row][record["outcome"]] += 1
+    rows = [
+        [family, *(counts[family][outcome] for outcome in OUTCOMES)] for family in sorted(counts) if family != "all"
+    ]
+    return markdown(["family", *OUTCOMES], [*rows, ["all", *(counts["all"][outcome] for outcome in OUTCOMES)]])
+
+
+def shares(records: Sequence[Record]) -> str:
+    """Of the models that a peer takes the forward of, how many train here; and the other way round."""
+    ran = [record for record in records if record["outcome"] != "skipped"]
+    rows = []
+    for peer, says in (("export", "torch.export"), ("compile", "torch.compile")):
+        asked = [record for record in ran if peer in record]
+        taken = [record for record in asked if record[peer] == "taken"]
+        equal = [record for record in taken if record["outcome"] == "equal"]
+        more = [record for record in asked if record[peer] != "taken" and record["outcome"] == "equal"]
+        share = f"{100 * len(equal) / len(taken):.1f} %" if taken else "-"
+        rows.append([says, len(asked), len(taken), len(equal), share, len(more)])
+    return markdown(["peer", "models asked", "taken", "of these equal here", "share", "equal here, not taken"], rows)
+
+
+def causes(records: Sequence[Record]) -> str:
+    """Models refused, crashed or wrong, by cause, with the peers' outcomes for the same models."""
+    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in records:
+        if record["outcome"] in ("refused", "crashed", "wrong"):
+            groups[record["outcome"], record.get("cause", "")].append(record)
+    rows = []
+    for (outcome, cause), members in sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1]))):
+        peers = [
+            f"{sum(m.get(peer) == 'taken' for m in members)} of {sum(peer in m for m in members)}"
+            for peer in ("export", "compile")
+        ]
+        rows.append([_cell(cause), outcome, len(members), *peers, _names(members)])
+    return markdown(["cause", "outcome", "models", "torch.export takes", "torch.compile takes", "which"], rows)
+
+
+def skipped(records: Sequence[Record]) -> str:
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        if record["outcome"] == "skipped":
+            groups[record.get("cause", "")].append(record)
+    rows = [[_cell(cause), len(members), _names(members)] for cause, members in sorted(groups.items(), key=_size)]
+    return markdown(["skipped: what plain PyTorch says", "models", "which"], rows)
+
+
+def _size(group: tuple[str, list[Record]]) -> int:
+    return -len(group[1])
+
+
+def slowest(records: Sequence[Record], count: int = 10) -> str:
+    timed = sorted((r for r in records if "compile_s" in r), key=lambda r: -r["compile_s"])[:count]
+    rows = [[r["name"], r["ops"], f"{r['compile_s']:.1f}", f"{r['eager_s']:.1f}"] for r in timed]
+    return markdown(["processor seconds", "nodes", "capture and passes", "three steps in eager"], rows)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/")[:140]
+
+
+def _names(members: Sequence[Record], limit: int = 6) -> str:
+    names = [member["name"].removeprefix("transformers/") for member in members]
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+TABLES = {"families": families, "shares": shares, "causes": causes, "slowest": slowest, "skipped": skipped}
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def same_environment():
         "step_time --profile --model toy --rounds 1 --steps 2 --ranks 1",
         "peak_memory --model toy --ranks 1 --systems 'graphzero, stage 1'",
         "first_step --model toy --systems 'graphzero, stage 1' --starts 1 --ranks 1",
-        "scaling --model toy --systems DDP --rounds 1 --steps 2 --ranks 1",
+        "step_time --scaling --model toy --systems DDP --rounds 1 --steps 2 --ranks 1",
     ],
 )
 def test_a_benchmark_of_several_processes_prints_a_table(command, monkeypatch, capsys):

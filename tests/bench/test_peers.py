@@ -62,6 +62,13 @@ def test_a_ratio_is_taken_round_by_round_so_that_a_slow_round_does_not_count():
     assert one.fastest == 1.2
 
 
+def test_efficiency_is_of_ranks_and_beyond_the_cores_of_cores(monkeypatch):
+    monkeypatch.setattr(step_time, "CORES", 2)
+    found = {n: {"a": step_time.Timed([[float(max(n, 2))]], [[1.0]], [])} for n in (1, 2, 4)}
+    cells = [cell.strip() for cell in step_time.scaling_table(found, lambda n: 8 * n).splitlines()[2].split("|")[2:-1]]
+    assert cells == ["4.0", "8.0", "8.0", "1.00", "0.50", "1.00", "125.0", "125.0", "125.0"]
+
+
 def test_a_system_that_is_not_installed_is_left_out_with_a_word():
     assert "no module no_such_module" in (
         System("Other", 0, lambda workload: torch.clone, "no_such_module").missing or ""

@@ -8,7 +8,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 from zoo import packages as zoo_packages
-from zoo import run, tables
+from zoo import run
 from zoo.run import cases
 from zoo.trial import Trial, judged
 
@@ -102,5 +102,5 @@ def test_the_tables_count_by_family_and_by_cause():
         {"name": "a/b", "family": "f", "outcome": "refused", "cause": "CaptureError: x", "export": "taken"},
         {"name": "a/c", "family": "f", "outcome": "equal", "export": "taken"},
     ]
-    text = tables.summary(records)
+    text = run.summary(records)
     assert "50.0 %" in text and "CaptureError: x" in text
