@@ -428,6 +428,7 @@ NUMBERS = {
     "of python": lambda x: x + (3 - x.sum().item() / 4) % 5 - abs(-x.min().item()),
     "of a count": lambda x: x / (x > 0).sum().item(),
     "of counts": lambda x: x * ((x > 0).sum().item() // 2) + (x > 1).sum().item() / 2,
+    "powers": lambda x: x * x.max().item() ** 2 + 2 ** x.min().item() - 5 ** (x > 0).sum().item() ** -1 * 3**0.5,
     "of a function": lambda x: torch.where(x > x.mean().item(), x, torch.minimum(x, x.sum() * 0)),
     "rounded": lambda x: x * round(x.sum().item(), 1),
     "compared": lambda x: x + (16777217 + 0 * (x > 9).sum().item() > 16777216.5) * 1.0,

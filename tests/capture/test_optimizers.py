@@ -127,11 +127,7 @@ class Branch(Plain):
             p.sub_(p.grad, alpha=group["lr"])
 
 
-class Adafactor(Lion):
-    """Of no other kind than its base, whatever it is called."""
-
-
-@pytest.mark.parametrize("kind", [Lion, Lamb, GlobalNorm, GroupCounter, Branch, Adafactor])
+@pytest.mark.parametrize("kind", [Lion, Lamb, GlobalNorm, GroupCounter, Branch])
 def test_a_users_optimizer_steps_as_eager(kind):
     assert_same(Owner(build, model=net()), lambda owner: [kind(owner.model.parameters())], batches())
 
@@ -140,7 +136,6 @@ def test_a_users_optimizer_steps_as_eager(kind):
     ("kind", "message"),
     [
         (torch.optim.LBFGS, "LBFGS evaluates the loss several times"),
-        (torch.optim.Adafactor, "Adafactor.step.. branches on a value"),
         (torch.optim.SparseAdam, "dense(.|\n)*Adam or AdamW"),
     ],
 )

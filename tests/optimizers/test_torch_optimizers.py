@@ -59,6 +59,7 @@ CASES = {
     "rmsprop centered": (one(o.RMSprop, lr=0.01, centered=True, momentum=0.9), EXACT),
     "rprop": (one(o.Rprop, lr=0.01), EXACT),
     "muon": (muon, EXACT),
+    "adafactor": (one(o.Adafactor, lr=0.8, eps=(None, 0.3), weight_decay=0.1), EXACT),
     "norm of each": (one(Lamb), EXACT),
     "norm of all": (one(GlobalNorm), EXACT),
     "copies": (one(Copies), SINGLE),
@@ -66,7 +67,7 @@ CASES = {
 STAGES = ((0, 2), (3, 1))  # at which a run begins, and goes on
 FAST = {
     "sgd dampening": (3, 1), "adam": (0, 2), "nadam": (0, 2), "radam": (3, 1), "asgd": (0, 2), "rprop": (0, 2),
-    "muon": (0, 2), "norm of all": (3, 1),
+    "muon": (0, 2), "adafactor": (3, 1), "norm of all": (3, 1),
 }  # fmt: skip
 
 

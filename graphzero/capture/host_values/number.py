@@ -97,6 +97,8 @@ class HostNumber(TracedNumber):
             return NotImplemented
         mine, its = _alike(_arithmetic(self), _arithmetic(other))
         result = function(its, mine) if turned else function(mine, its)
+        if not isinstance(result, Tensor):
+            return NotImplemented
         return HostNumber(result.double() if result.is_floating_point() else result, self.value_reads)
 
     def __round__(self, digits: int | None = None) -> HostNumber:
@@ -132,13 +134,20 @@ def _divided(a: Any, b: Any) -> Any:
     return a / b
 
 
+def _power(a: Any, b: Any) -> Any:
+    """In Python the sign of the exponent decides whether a power of integers is a float: it has to be known."""
+    if isinstance(b, int) and b < 0:
+        a = a.double()
+    return NotImplemented if isinstance(b, Tensor) and not b.is_floating_point() else a**b
+
+
 def _operator(name: str, turned: bool) -> Callable[[HostNumber, Any], Any]:
-    function = _divided if name == "truediv" else getattr(operator, name)
+    function = {"truediv": _divided, "pow": _power}.get(name) or getattr(operator, name)
     return lambda self, other: self._with(other, function, turned)
 
 
 for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
     setattr(HostNumber, f"__{_name}__", _operator(_name, turned=False))
-for _name in ("add", "sub", "mul", "mod", "floordiv", "truediv"):
+for _name in ("add", "sub", "mul", "mod", "floordiv", "truediv", "pow"):
     setattr(HostNumber, f"__{_name}__", _operator(_name, turned=False))
     setattr(HostNumber, f"__r{_name}__", _operator(_name, turned=True))

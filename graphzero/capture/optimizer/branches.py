@@ -21,6 +21,7 @@ from graphzero import _compat
 from graphzero.capture.host_values.number import HostNumber
 from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.rewrite import decompositions
+from graphzero.capture.rewrite.canonicalise import merge_equal
 from graphzero.errors import CaptureError
 
 MOST = 16  # ways that are written down
@@ -144,11 +145,22 @@ def trace_branches(
     for i, way in enumerate(ways):
         traced = torch.func.functionalize(partial(program, way), remove="mutations")
         try:
-            return _compat.make_fx(traced, decompositions.TABLE)(*values)
+            module = _compat.make_fx(traced, decompositions.TABLE)(*values)
+            _join_equal_results(module.graph)
+            return module
         except (BranchMetError, SharedConditionError):
             if i == len(ways) - 1:
                 raise
     raise AssertionError
+
+
+def _join_equal_results(graph: fx.Graph) -> None:
+    """Join results that all branches compute alike, as the step count: no condition selects them."""
+    merge_equal(graph, lambda node: torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()))
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.where.self):
+        if node.args[1] is node.args[2]:
+            node.replace_all_uses_with(node.args[1])
+    graph.eliminate_dead_code()
 
 
 @dataclass

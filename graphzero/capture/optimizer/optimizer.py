@@ -85,11 +85,6 @@ def check(spec: OptimizerSpec) -> None:
             "LBFGS evaluates the loss several times in one step and stops on its value, so a step is not one graph",
             "use AdamW, SGD or another optimizer whose step needs no closure, or run LBFGS eagerly",
         )
-    if isinstance(optimizer, torch.optim.Adafactor):
-        raise problem(
-            "Adafactor.step() branches on a value of a tensor (the parameter's norm and the step count, on the host)",
-            "use AdamW or another optimizer of torch.optim, or step Adafactor outside of the Graph",
-        )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise problem(
             "SparseAdam needs sparse gradients, and a graph's values are dense",
