@@ -79,6 +79,12 @@ class DelayGradients(BuiltinPass):
         delayed = int(orders.bytes_over_time(position).max(initial=0))
         return (as_written - delayed) / max(as_written + orders.spans.resident, 1)
 
+    def moved_nodes(self, graph: StepGraph) -> tuple[str, str]:
+        """The names of the first and the last node whose positions change; it must save something."""
+        nodes, position = list(graph.nodes), graph.analysis(delayed_positions)
+        moved = np.flatnonzero(position != np.arange(len(position)))
+        return nodes[moved[0]].name, nodes[moved[-1]].name
+
 
 def delayed_positions(graph: StepGraph) -> Positions:
     """The new position of each node: the same as it was where nothing helps."""
