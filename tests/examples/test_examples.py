@@ -1,7 +1,7 @@
 """The examples run as their docstrings say, and their helpers do what they promise.
 
-One is started by torchrun, as are the runs of ``test_resume``; others on processes that are forked from one that has
-loaded torch, which in each of them would take seconds.
+They run on processes that are forked from one that has loaded torch, which in each of them would take seconds.  The
+runs of ``test_resume`` are started by torchrun.
 """
 
 import os
@@ -24,14 +24,6 @@ from text import Text, share, standard_library
 import graphzero as gz
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
-def torchrun(script: str, *options: str) -> str:
-    """What a script prints on two ranks."""
-    done = subprocess.run([*TORCHRUN, str(EXAMPLES / script), *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def forked(folder: Path, ranks: int, script: str, *options: str) -> str:
@@ -59,8 +51,7 @@ def losses(output: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["mlp.py", "mlp_global.py"])
 def test_the_mlp_learns_the_same_alone_and_on_two_ranks(script, tmp_path):
-    alone = forked(tmp_path, 0, script)
-    both = torchrun(script) if script == "mlp.py" else forked(tmp_path, 2, script)
+    alone, both = (forked(tmp_path, ranks, script) for ranks in (0, 2))
     assert losses(alone)[-1] < 0.3 * losses(alone)[0]
     assert losses(both) == pytest.approx(losses(alone), rel=1e-2)
     assert "plan of TrainGraph on dp=2" in both

@@ -27,18 +27,17 @@ def everyone():
 
 def check_a_new_graph_loads_before_its_first_step():
     folder = shared_folder("new")
-    for stage, others in ((0, (1, 3)), (3, (0, 3))):
+    for stage, other in ((0, 3), (3, 0)):
         old = clipped_graph(everyone(), stage)
         losses(old, 0)
         gz.save(old, folder / str(stage))
         wanted = losses(old, 2)
-        for other in others:
-            new = clipped_graph(everyone(), other, seed=7)
-            gz.load(new, folder / str(stage))
-            held = [x for state in new.optimizer.state.values() for x in state.values() if x.numel() >= 4]
-            assert all(isinstance(x, torch.distributed.tensor.DTensor) == bool(other) for x in held)
-            found = losses(new, 2)
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=1e-9, rtol=0)
+        new = clipped_graph(everyone(), other, seed=7)
+        gz.load(new, folder / str(stage))
+        held = [x for state in new.optimizer.state.values() for x in state.values() if x.numel() >= 4]
+        assert all(isinstance(x, torch.distributed.tensor.DTensor) == bool(other) for x in held)
+        found = losses(new, 2)
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=1e-9, rtol=0)
 
 
 def check_each_rank_writes_its_share_and_no_value_is_written_twice():

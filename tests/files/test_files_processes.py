@@ -18,9 +18,9 @@ pytestmark = pytest.mark.timeout(300)
 MODULES = ("file_checks",)
 CHAIN = {  # ranks -> (a world, the one whose checkpoints it loads)
     3: [("3 ranks", "virtual")],
-    2: [("2 ranks", "3 ranks")],
-    1: [("1 rank", "2 ranks")],
-    4: [("4 ranks", "1 rank"), ("2 x 2", "4 ranks"), ("4 ranks", "2 x 2")],
+    1: [("1 rank", "3 ranks")],
+    2: [("2 ranks", "1 rank")],
+    4: [("2 x 2", "2 ranks"), ("4 ranks", "2 x 2")],
 }
 
 
