@@ -65,13 +65,16 @@ def find_op(words: Sequence[str]) -> Any:
     return None
 
 
-def why_unfit(target: Any) -> str:
-    """Say why a program may not hold a call of ``target``; "" if it may."""
+def why_unfit(target: Any, needs_rule: bool = True) -> str:
+    """Say why a program may not hold a call of ``target``; "" if it may.
+
+    needs_rule: whether a custom op needs one, because a text names it.
+    """
     if target is operator.getitem or ops.BY_NAME.get(getattr(target, "__name__", "")) is target or target in NAME_OF:
         return ""
     if not isinstance(target, torch._ops.OpOverload):
         return "is a function of Python, not an op"
-    if (why := _why_unfit(target)) or target.namespace in NAMESPACES or registry.has_rule(target):
+    if (why := _why_unfit(target)) or target.namespace in NAMESPACES or not needs_rule or registry.has_rule(target):
         return why
     return "is a custom op; give it a rule with gz.sbp.rule before a program that names it is read"
 

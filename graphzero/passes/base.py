@@ -12,16 +12,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
+from typing import Any
 
 from graphzero.errors import ConfigError, VerifyError, shorten_repr
+from graphzero.ir import value
 from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.packed_graph import PackedGraph, PackedHistory
 from graphzero.ir.streams.launches import check_program_launches
-from graphzero.ir.text.printer import print_graph
+from graphzero.ir.text.printer import print_graph, role_text
+from graphzero.ir.value import Role
 from graphzero.ir.verifier.stream_order import check_streams
-from graphzero.ir.verifier.verify import verify
+from graphzero.ir.verifier.verify import facts_of, verify
 from graphzero.logs import phase
 from graphzero.passes.option_text import write_options
+from graphzero.sbp.placement import MICRO_BATCHES, Placement
 
 Pass = Callable[[StepGraph], StepGraph]
 
@@ -181,6 +185,7 @@ class Pipeline:
     ) -> tuple[StepGraph, PackedGraph]:
         """Run a pass; a graph that it leaves as it was is neither verified nor packed again."""
         name, given = pass_name(pass_), _Given.from_graph(graph)
+        known = None if isinstance(pass_, BuiltinPass) else facts_of(graph)
         started = time.perf_counter()
         result = _result(pass_, graph, name)
         finished = time.perf_counter()
@@ -188,7 +193,7 @@ class Pipeline:
         after = packer.add_copy(graph)
         began = time.perf_counter()
         if self.verifies and not (self.history and after is before):
-            verify(graph, after=repr(pass_) if isinstance(pass_, BuiltinPass) else name, is_final=False)
+            verify(graph, after=repr(pass_) if known is None else name, is_final=False, known=known)
         verified = time.perf_counter()
         graph.settle()
         self.history.append(Record(name, pass_, (before, after), finished - started, verified - began))
@@ -214,14 +219,19 @@ class _Given:
     """Parts of a graph that a pass must keep."""
 
     updates: tuple[str, ...]
-    inputs: tuple[str, ...]
+    inputs: dict[str, tuple[Any, ...]]
     outputs: int
     level: str
+    placement: Placement
 
     @classmethod
     def from_graph(cls, graph: StepGraph) -> _Given:
-        inputs = tuple(node.name for node in graph.placeholders())
-        return cls(tuple(graph.updates), inputs, len(graph.outputs), graph.level)
+        return cls(tuple(graph.updates), _inputs_of(graph), len(graph.outputs), graph.level, graph.placement)
+
+
+def _inputs_of(graph: StepGraph) -> dict[str, tuple[Any, ...]]:
+    """Type and role of each input: the runtime binds tensors by them."""
+    return {node.name: (node.meta.get("type"), value.role_of(node)) for node in graph.placeholders()}
 
 
 def _checked(given: _Given, after: object, name: str) -> StepGraph:
@@ -236,26 +246,40 @@ def _checked(given: _Given, after: object, name: str) -> StepGraph:
             f"pass {name} dropped the update of {', '.join(lost[:5])}{' ...' if len(lost) > 5 else ''}: the step would "
             "leave it as it was\n  Keep every entry of graph.updates; give it a new value with graph.set_output(...)"
         )
-    inputs = {node.name for node in after.placeholders()}
+    inputs = _inputs_of(after)
     gone = [name for name in given.inputs if name not in inputs]
     if gone:
         raise VerifyError(
             f"pass {name} dropped the input {', '.join(gone[:5])}{' ...' if len(gone) > 5 else ''}: inputs are the "
             "signature of the step\n  Leave unused placeholders where they are"
         )
-    added = sorted(inputs.difference(given.inputs))
+    added = sorted(inputs.keys() - given.inputs)
     if added:
         raise VerifyError(
             f"pass {name} added the input {', '.join(added[:5])}{' ...' if len(added) > 5 else ''}: a call would "
             "have no value for it\n  Make values from the inputs that are there; a constant is a call, such as "
             "graph.call(torch.ops.aten.full.default, ...)"
         )
+    if (other := next((name for name in inputs if inputs[name] != given.inputs[name]), None)) is not None:
+        was, now = (
+            f"{role_text(role) if isinstance(role, Role) else role} : {type_}"
+            for type_, role in (given.inputs[other], inputs[other])
+        )
+        raise VerifyError(
+            f"pass {name} made the input '{other}' another one: {now}, which was {was}\n"
+            "  Leave types and roles of placeholders as they are; cast or reshape what reads them"
+        )
+    if after.placement != given.placement and MICRO_BATCHES not in given.placement.names:
+        raise VerifyError(
+            f"pass {name} took the graph from {given.placement} to {after.placement}\n"
+            "  Leave graph.placement as it is: tensors are bound to the ranks of the Graph's"
+        )
     if len(after.outputs) != given.outputs:
         raise VerifyError(
             f"pass {name} returned a graph with {len(after.outputs)} outputs, build returns {given.outputs}\n"
             "  Keep the outputs in number and order; pass others to the caller by the output's aux dict"
         )
-    steps = LEVELS.index(after.level) - LEVELS.index(given.level)
+    steps = LEVELS.index(after.level) - LEVELS.index(given.level) if after.level in LEVELS else -1
     if not 0 <= steps <= 1:
         raise VerifyError(
             f"pass {name} took the graph from level {given.level!r} {'back ' if steps < 0 else ''}to {after.level!r}\n"

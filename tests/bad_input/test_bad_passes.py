@@ -2,12 +2,16 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from wrong import X, Y, make, refused, says
 
 import graphzero as gz
+from graphzero.ir import value
 from graphzero.sbp.types import B, P, S
+
+ATEN = torch.ops.aten
 
 
 def using(pass_, after="zero"):
@@ -89,6 +93,60 @@ def pins_a_text(graph):
     return graph
 
 
+def instead(graph, target, *args, type_=None, **kwargs):
+    """The graph in which an op on what build returns is returned in its place."""
+    old = graph.outputs[0]
+    with graph.graph.inserting_after(old):
+        new = graph.call(target, (old, *args), type_ or value.type_of(old), like=old, kwargs=kwargs)
+    graph.set_output([new, *graph.outputs[1:]], graph.aux, graph.updates)
+    return graph
+
+
+def states_another_dtype(graph):
+    return instead(graph, ATEN.mul.Tensor, 2, type_=value.TensorType(torch.float16, ()))
+
+
+def calls_a_function(graph):
+    return instead(graph, torch.relu)
+
+
+def writes_over_an_operand(graph):
+    return instead(graph, ATEN.mul_.Tensor, 2)
+
+
+def draws_by_itself(graph):
+    return instead(graph, ATEN.rand_like.default)
+
+
+def writes_in_a_place_too_early(graph):
+    return instead(graph, ATEN.mul.Tensor, 2, out=graph.outputs[0])
+
+
+def takes_a_number_of_numpy(graph):
+    return instead(graph, ATEN.mul.Tensor, np.float64(2))
+
+
+def says_a_role_in_words(graph):
+    graph.outputs[0].meta["role"] = "loss"
+    return graph
+
+
+def makes_an_input_another(graph):
+    param = next(graph.placeholders("param"))
+    graph.set_role(param, value.Role("buffer", value.role_of(param).of))
+    return graph
+
+
+def goes_to_other_ranks(graph):
+    graph.placement = gz.placement("cpu", range(2), names=("tp",), virtual=True)
+    return graph
+
+
+def returns_a_number_beside(graph):
+    graph.set_output(graph.outputs, {"mine": 3}, graph.updates)
+    return graph
+
+
 BROKEN = [
     (returns_nothing, gz.VerifyError, "returned NoneType", "returns it"),
     (returns_a_module, gz.VerifyError, "not a StepGraph"),
@@ -98,6 +156,16 @@ BROKEN = [
     (returns_another_graph, gz.VerifyError, "from level 'captured' to 'local'", "not another one"),
     (makes_an_untyped_value, gz.VerifyError, "has no type", "graph.call"),
     (breaks_the_order, gz.VerifyError, "not made above it", "inserting_before"),
+    (states_another_dtype, gz.VerifyError, "is said to be f16[], but is f32[]", "graph.call"),
+    (calls_a_function, gz.VerifyError, "which is a function of Python"),
+    (writes_over_an_operand, gz.VerifyError, "calls mul_, which writes over an operand"),
+    (draws_by_itself, gz.VerifyError, "draws from torch's own generator"),
+    (writes_in_a_place_too_early, gz.VerifyError, "is told where to write at level captured"),
+    (takes_a_number_of_numpy, gz.VerifyError, "an argument of type float64"),
+    (says_a_role_in_words, gz.VerifyError, "has 'loss' for a role"),
+    (makes_an_input_another, gz.VerifyError, "buffer(model.weight)", "which was param(model.weight)"),
+    (goes_to_other_ranks, gz.VerifyError, 'names=("tp",)', "Leave graph.placement"),
+    (returns_a_number_beside, gz.VerifyError, "would hand out 3", "graph.set_output"),
     (pins_a_stranger, gz.VerifyError, "no value named 'stranger'", "print(graph)"),
     (pins_on_a_strange_axis, gz.PlacementError, "'tp'", "dp"),
     (pins_a_strange_dim, gz.SbpError, "S(7)", "pin it to B"),
@@ -135,6 +203,18 @@ def test_a_partial_sum_in_a_state_or_an_output_is_refused(after):
 
     refused(using(partial_state, after), gz.VerifyError, "after pass partial_state")
     refused(using(partial_output, after), gz.VerifyError, "after pass partial_output")
+
+
+def test_sizes_of_the_whole_are_refused_where_sizes_are_those_of_a_rank():
+    def counts_each_row_twice(graph):
+        rows = nonlinear(graph)
+        with graph.graph.inserting_after(rows):
+            sizes = list(value.tensor_type(rows).shape)
+            graph.call(ATEN.full.default, (sizes, 1.0), value.type_of(rows), sbp=value.nd_of(rows), like=rows)
+        return graph
+
+    refused(using(counts_each_row_twice, "localize"), gz.VerifyError, "is not what a rank calls for its piece", "/dp")
+    using(counts_each_row_twice, "lower_boxing")(X, Y)
 
 
 def test_what_a_pass_raises_stays_visible_with_the_name_of_the_pass():

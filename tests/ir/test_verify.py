@@ -408,13 +408,22 @@ def test_a_split_of_a_scalar_cannot_be_pinned() -> None:
             "f32[4]  B, f32[8, 4]  B, f32[4]  B, f32[8, 4]  S(0), f32[4]  B)",
             "runs adam as",
         ),
+        ("y = full([8, 4], 1.0) : f32[8, 4]  S(0)", r"'y' is not what a rank calls .*That is full\(\[8/dp, 4\], 1.0\)"),
+        ("y = full([8/dp, 4], 1.0) : f32[8, 4]  B", r"That is full\(\[8, 4\], 1.0\)"),
+        ("y = embedding(t, i) : f32[5, 4]  P", r"That is embedding_from\(t, i, start=8@dp, total=8\)"),
+        ("y = embedding_from(t, i, start=0, total=8) : f32[5, 4]  P", "start=8@dp"),
+        (
+            "y = uniform_like(x, j, 3, [0, 0], [8, 4]) : f32[8, 4]  S(0)",
+            r"uniform_like\(x, j, 3, \[8@dp, 0\], \[8, 4\]\)",
+        ),
     ],
 )
 def test_rules_hold_where_results_have_a_place_and_sizes_are_those_of_a_rank(line: str, problem: str) -> None:
     text = (
         "graph g(dp=2) local\n  x = state(a) : f32[8, 4]  S(0)\n  z = state(b) : f32[4]  B\n"
         "  t = param(w) : f32[8, 4]  S(0)\n"
-        f"  i = batch() : i64[5]  B\n  k = state(c) : f32[]  B\nforward:\n  {line}\n  return\n"
+        f"  i = batch() : i64[5]  B\n  j = batch() : i64[]  B\n"
+        f"  k = state(c) : f32[]  B\nforward:\n  {line}\n  return\n"
     )
-    with pytest.raises(VerifyError, match=problem):
+    with pytest.raises(VerifyError, match=f"(?s){problem}"):
         verify(parse(text))

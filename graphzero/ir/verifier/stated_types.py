@@ -1,34 +1,45 @@
-"""Types that a text states for each value, computed again: nothing in a graph that was read is trusted.
+"""Types that a text, or a user's pass, states for each value, computed again: neither is trusted.
 
-``check_stated`` looks at every node of a graph that ``parse`` has made, before any law or pass does: that its op is one
-that a program may hold, that its arguments have the form that the op takes, and that the type after it is the one
-that the op makes.  What passes' ops take is in ``pass_op_types``; other ops are asked themselves, see
-``infer_types``, once per process for operands of the same types.
+``check_stated`` looks at every node of a graph that ``parse`` has made, and at those that a pass of a user's has
+changed, before any law or pass does: that its op is one that a program may hold, that its arguments have the form
+that the op takes, and that the type after it is the one that the op makes.  ``check_sizes`` follows where sizes are
+those of a rank.
+What passes' ops take is in ``pass_op_types``; other ops are asked themselves, see ``infer_types``, once per process
+for operands of the same types.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphzero.ir import known_ops, ops, value
+from graphzero.errors import VerifyError
+from graphzero.ir import calls, known_ops, ops, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.local_calls import DRAWS, is_drawn_apart, local_call
 from graphzero.ir.storage import inplace
 from graphzero.ir.text.printer import op_name
-from graphzero.ir.value import ScalarType, TensorType, Type
+from graphzero.ir.value import ROLE_KINDS, Role, ScalarType, TensorType, Type
 from graphzero.ir.verifier.infer_types import NUMBERS, as_key, infer
 from graphzero.ir.verifier.pass_op_types import FORMS, Unfit, kind_of_number, need
 from graphzero.ir.verifier.violation import violation
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, FREE, SAME
-from graphzero.sbp.types import parse_sbp
+from graphzero.sbp.shards import LocalSize, LocalStart
+from graphzero.sbp.types import Sbp, parse_sbp
+
+_CONSTANTS = {
+    fx.Node, type(None), bool, int, float, complex, str,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, LocalSize, LocalStart,
+}  # fmt: skip
 
 
-def check_stated(graph: StepGraph, where: str) -> None:
-    """Raise VerifyError for the first node that does not make what it is said to make."""
-    for node in graph.nodes:
+def check_stated(graph: StepGraph, nodes: Iterable[fx.Node], where: str) -> None:
+    """Raise VerifyError for the first of the nodes that does not make what it is said to make."""
+    for node in nodes:
         try:
             if node.op == "placeholder":
                 _check_placeholder(node)
@@ -38,7 +49,36 @@ def check_stated(graph: StepGraph, where: str) -> None:
                 _check_output(graph)
         except Unfit as error:
             what = "inputs" if node.op == "placeholder" else "the op, its arguments and its type"
-            raise violation(node, where, f"'{node.name}' {error}", f"Write {what} as str(graph) prints them") from None
+            hint = f"Write {what} as str(graph) prints them"
+            if not graph.stated:
+                hint = (
+                    "graph.call(target, args, type) takes an op, its arguments, and the type of what it makes of them"
+                )
+            raise violation(node, where, f"'{node.name}' {error}", hint) from None
+
+
+def check_facts(graph: StepGraph, where: str) -> None:
+    """Raise VerifyError for the first node with types, SBPs, a role or arguments that are not of their classes."""
+    for node in graph.nodes:
+        try:
+            if node.op == "call_function":
+                _check_facts(node)
+        except Unfit as error:
+            hint = "graph.call(target, args, type, sbp=...) and graph.set_role(node, role) take them"
+            raise VerifyError(f"{where}'{node.name}' {error}\n  {hint}") from None
+
+
+def check_sizes(graph: StepGraph, nodes: Iterable[fx.Node], where: str) -> None:
+    """Raise VerifyError for the first of the nodes with arguments that are not those of a rank's piece: sizes, and for
+    an op that counts places where they are."""
+    for node in filter(calls.is_op, nodes):
+        is_apart = node.target in DRAWS and is_drawn_apart(graph, node)
+        op, args, kwargs = local_call(graph, node)
+        if is_apart or (op, args, kwargs) != (node.target, node.args, value.own_kwargs(node)):
+            call = ", ".join([*map(str, args), *(f"{name}={arg}" for name, arg in kwargs.items())])
+            problem = f"'{node.name}' is not what a rank calls for its piece"
+            hint = f"That is {op_name(op)}({call}): write it so, or add the op before `localize`, which does it"
+            raise violation(node, where, problem, "Draw for the dims that sections make" if is_apart else hint)
 
 
 # ---- placeholders and results
@@ -64,17 +104,43 @@ def _check_output(graph: StepGraph) -> None:
 # ---- calls
 
 
+def _check_facts(node: fx.Node) -> None:
+    """Types, SBPs, the role and arguments are of the classes of theirs."""
+    type_, nd, role = node.meta["type"], value.sbp_of(node), value.role_of(node)
+    for one in type_ if isinstance(type_, tuple) else (type_,):
+        is_shape = not isinstance(one, TensorType) or isinstance(one.shape, tuple)
+        need(isinstance(one, (TensorType, ScalarType, type(None))) and is_shape, f"has {one!r:.60} for a type")
+    many = isinstance(type_, tuple)
+    need(type_ is not None and (nd is None or (isinstance(nd, tuple) and (not many or len(nd) == len(type_)))), (
+        f"has {nd!r:.60} for the SBP of {_text(type_)}; it takes one for each axis, of each result"
+    ))  # fmt: skip
+    for one in (nd or ()) if many else (nd,):
+        good = one is None or (isinstance(one, tuple) and all(sbp is None or isinstance(sbp, Sbp) for sbp in one))
+        need(good, f"has {one!r:.60} for an SBP, which is a tuple with one of gz.sbp for each axis")
+    need(role is None or (isinstance(role, Role) and role.kind in ROLE_KINDS), f"has {role!r:.60} for a role")
+    strange = next((x for x in _leaves((node.args, node.kwargs)) if type(x) not in _CONSTANTS), None)
+    need(strange is None, f"has an argument of type {type(strange).__name__}, neither a value nor a constant")
+
+
 def _check_call(graph: StepGraph, node: fx.Node) -> None:
     target: Any = node.target
     for operand in node.all_input_nodes:
         many = isinstance(value.type_of(operand), tuple)
         need(not many or target in (operator.getitem, ops.wait), f"reads '{operand.name}', which has several results")
-    if why := known_ops.why_unfit(target):
+    if why := known_ops.why_unfit(target, needs_rule=graph.stated):
         raise Unfit(f"calls {op_name(target)}, which {why}")
     type_ = _result_type(graph, node)
     need(type_ == value.type_of(node), f"is said to be {_text(value.type_of(node))}, but is {_text(type_)}")
     nd = value.sbp_of(node)
     need(nd is None or not isinstance(type_, ScalarType), "is a number, which has no SBP")
+
+
+def _leaves(args: Any) -> Iterator[Any]:
+    if isinstance(args, (list, tuple, dict)):
+        for arg in args.values() if isinstance(args, dict) else args:
+            yield from _leaves(arg)
+    else:
+        yield args
 
 
 def _text(type_: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from graphzero._compat import arguments, input_nodes
-from graphzero.errors import VerifyError
+from graphzero.errors import VerifyError, shorten_repr
 from graphzero.ir import calls, value
 from graphzero.ir.aliases import ANNOTATIONS
 from graphzero.ir.graph import LEVELS, PERSISTENT, StepGraph
@@ -25,7 +25,7 @@ from graphzero.ir.text.printer import op_name
 from graphzero.ir.value import TensorType
 from graphzero.ir.verifier.collective_moves import check_moves
 from graphzero.ir.verifier.memory_spaces import check_spaces
-from graphzero.ir.verifier.stated_types import check_stated
+from graphzero.ir.verifier.stated_types import check_facts, check_sizes, check_stated
 from graphzero.ir.verifier.storage import check_storage
 from graphzero.ir.verifier.stream_order import check_streams
 from graphzero.ir.verifier.violation import nd_text, violation
@@ -34,12 +34,15 @@ from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import Nd, Sbp
 
 
-def verify(graph: StepGraph, after: str = "", is_final: bool = True) -> StepGraph:
+def verify(
+    graph: StepGraph, after: str = "", is_final: bool = True, known: Mapping[fx.Node, tuple[Any, ...]] | None = None
+) -> StepGraph:
     """Check every law that holds at the graph's level; returns the graph.
 
     Args:
         after: the pass that made it, for the message.
         is_final: whether no pass follows, so that the law of streams holds too, which is about what runs.
+        known: of a pass that is not built in, ``facts_of`` the graph before it: what has others is computed again.
 
     Raises:
         VerifyError: the law, the line with its neighbours and the user's source line, what is allowed, what to do.
@@ -47,13 +50,18 @@ def verify(graph: StepGraph, after: str = "", is_final: bool = True) -> StepGrap
     where = f"after pass {after}: " if after else ""
     level = LEVELS.index(graph.level)
     _check_order(graph, where)
+    suspects: Iterable[fx.Node] = ()  # nodes that a pass of a user's has changed
+    if known is not None and not graph.stated:
+        check_facts(graph, where)
+        suspects = _changed(facts_of(graph), known)
+        check_stated(graph, suspects, where)
     _check_repeated(graph, where)
     _check_updates(graph, where)
     check_spaces(graph, where)
     examine(graph, where)
     if level >= LEVELS.index("propagated"):
         laws = min(level, LEVELS.index("lowered"))
-        facts = {node: _facts(graph, node, laws) for node in graph.nodes}
+        facts = facts_of(graph, laws)
         changed = _changed(facts, graph.lawful)
         _check_known(graph, changed, where)
         for node in changed:
@@ -62,6 +70,8 @@ def verify(graph: StepGraph, after: str = "", is_final: bool = True) -> StepGrap
             _check_results(graph, where)
         if level >= LEVELS.index("lowered"):
             check_moves(graph, changed, where)
+        if graph.level == LEVELS[-1]:
+            check_sizes(graph, changed if graph.is_read else suspects, where)
         graph.lawful = facts  # not before the last of them is checked
     if level >= LEVELS.index("lowered"):
         check_storage(graph, where)
@@ -77,7 +87,7 @@ def examine(graph: StepGraph, where: str = "") -> None:
     """
     if graph.stated:
         _check_order(graph, where)
-        check_stated(graph, where)
+        check_stated(graph, graph.nodes, where)
         graph.stated = False
 
 
@@ -120,6 +130,13 @@ def _check_repeated(graph: StepGraph, where: str) -> None:
 
 
 def _check_updates(graph: StepGraph, where: str) -> None:
+    strange: list[Any] = [x for x in graph.outputs if isinstance(x, (list, tuple, dict))]
+    strange += [x for x in (*graph.aux.values(), *graph.updates.values()) if not isinstance(x, fx.Node)]
+    if strange:
+        raise VerifyError(
+            f"{where}the step would hand out {shorten_repr(strange[0])}, which is not a value of it\n"
+            "  graph.set_output(outputs, aux, updates) takes a flat list of values and constants, and dicts of values"
+        )
     placeholders = {node.name: node for node in graph.placeholders()}
     for name, new in graph.updates.items():
         old = placeholders.get(name)
@@ -158,13 +175,17 @@ def _check_sbp(node: fx.Node, type_: TensorType, nd: Nd | None, graph: StepGraph
         raise violation(node, where, problem, "Pin it to B on one of the axes")
 
 
-def _facts(graph: StepGraph, node: fx.Node, laws: int) -> tuple[Any, ...]:
-    """The facts that decide, with the first two of each operand, whether an op's SBPs are correct.
+def facts_of(graph: StepGraph, laws: int | None = None) -> dict[fx.Node, tuple[Any, ...]]:
+    """The facts of each node that decide, with the first two of each operand, whether it is correct.
 
-    They are objects compared by identity: they are never changed, only replaced.
+    They are objects compared by identity: they are never changed, only replaced.  laws: those to check, by their level;
+    by default those of the graph's own.
     """
-    meta = node.meta.get
-    return (meta("type"), meta("sbp"), node.target, *arguments(node), graph.placement, laws)
+    about = (graph.placement, LEVELS.index(graph.level) if laws is None else laws)
+    return {
+        node: (node.meta.get("type"), node.meta.get("sbp"), node.target, *arguments(node), *about)
+        for node in graph.nodes
+    }
 
 
 def _changed(facts: Mapping[fx.Node, tuple[Any, ...]], known: Mapping[fx.Node, tuple[Any, ...]]) -> list[fx.Node]:

@@ -5,10 +5,7 @@ An op whose index points into a split dim becomes its offset form, which knows w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import fx
@@ -16,17 +13,14 @@ from torch import fx
 from graphzero.errors import ConfigError
 from graphzero.ir import calls, ops, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.local_calls import DRAWS, is_drawn_apart, local_call, local_sizes
 from graphzero.ir.text.printer import print_line
 from graphzero.ir.value import TensorType
-from graphzero.ops import STOCHASTIC_ROUND, UNIFORM_LIKE
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.boxing.strided_views import copy_strided_pieces
-from graphzero.sbp import rank_call
-from graphzero.sbp.shards import LocalSize, LocalStart, Unfolded, cutting, steps_of, unfold
-from graphzero.sbp.types import Nd
+from graphzero.sbp.shards import cutting, unfold
 
 aten = torch.ops.aten
-DRAWS = (UNIFORM_LIKE, STOCHASTIC_ROUND)  # by the index of each element
 
 
 @dataclass(frozen=True)
@@ -55,73 +49,23 @@ class Localize(BuiltinPass):
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:
-        local, places = partial(local_sizes, graph), partial(local_places, graph)
-
         for node in list(graph.nodes):
-            if node.target in DRAWS:
-                _localize_draw(graph, node)
-            elif calls.is_op(node) and _is_split(node):
-                op: Any = node.target
-                pairs = calls.operand_pairs(node), calls.result_pairs(node)
-                args, kwargs = rank_call.local_args(op, node.args, node.kwargs, *pairs, local)
-                node.target, node.kwargs = rank_call.offset_form(op, args, kwargs, *pairs, places)
-                node.args = args
+            if node.target in DRAWS and is_drawn_apart(graph, node):
+                _draw_apart(graph, node)
+            elif calls.is_op(node) and (call := local_call(graph, node)) != (node.target, node.args, node.kwargs):
+                node.target, node.args, node.kwargs = call
         copy_strided_pieces(graph)
         graph.level = "local"
         return graph
 
 
-def local_sizes(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
-    """Sizes of one rank's part: ints, and ``LocalSize`` where a dim is split."""
-    return _of_part(graph, shape, nd, LocalSize)
+def _draw_apart(graph: StepGraph, node: fx.Node) -> None:
+    """Draw for the dims that one in sections falls into: their indices are the same.
 
-
-def local_starts(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
-    """The start of one rank's piece in each dim: a ``LocalStart`` where the dim is split, else None."""
-    return [start if isinstance(start, LocalStart) else None for start in _of_part(graph, shape, nd, LocalStart)]
-
-
-def local_places(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
-    """The first place of one rank in each dim, and how far apart its places are; None where the dim is whole.
-
-    Dims are in one section, or in sections of one place for each rank.
-    """
-    steps = steps_of(shape, cutting(nd, graph.placement.hierarchy))
-    starts = local_starts(graph, [size if step == 1 else step for size, step in zip(shape, steps, strict=True)], nd)
-    return [None if start is None else (start, step) for start, step in zip(starts, steps, strict=True)]
-
-
-def _of_part(graph: StepGraph, shape: Sequence[int], nd: Nd, what: Callable[[Any, str], Any]) -> list[Any]:
-    """``what`` of each dim that is split, one in another where several axes split it."""
-    sizes: list[Any] = list(shape)
-    for sbp, axis, ranks in zip(nd, graph.placement.names, graph.placement.hierarchy, strict=True):
-        if sbp.is_split and ranks > 1:
-            sizes[sbp.dim] = what(sizes[sbp.dim], axis)
-    return sizes
-
-
-def _is_split(node: fx.Node) -> bool:
-    pairs = calls.operand_pairs(node) + calls.result_pairs(node)
-    return any(sbp.is_split for _, nd in pairs for sbp in nd)
-
-
-def _localize_draw(graph: StepGraph, node: fx.Node) -> None:
-    """A random draw is a function of the global index: say where this rank's part begins.
-
-    Where a dim is cut in sections, a draw for it is one over the dims that it falls into: their indices are the same.
+    Splits on axes of one rank cut nothing, and need not fit into the dims taken apart: they go, and come back.
     """
     like, key, number, _, total, *part = node.args
     apart = unfold(total, cutting(value.nd_of(node), graph.placement.hierarchy))  # type: ignore[arg-type]
-    if len(apart.shape) > len(total):  # type: ignore[arg-type]
-        _draw_apart(graph, node, apart)
-        return
-    start: Any = [offset or 0 for offset in local_starts(graph, total, value.nd_of(node))]  # type: ignore[arg-type]
-    node.args = (like, key, number, start, total, *part)
-
-
-def _draw_apart(graph: StepGraph, node: fx.Node, apart: Unfolded) -> None:
-    """Splits on axes of one rank cut nothing, and need not fit into the dims taken apart: they go, and come back."""
-    like, key, number, _, total, *part = node.args
     if part:
         where = value.source_of(node)
         raise ConfigError(
@@ -141,7 +85,7 @@ def _draw_apart(graph: StepGraph, node: fx.Node, apart: Unfolded) -> None:
         view = graph.call(aten.view.default, (like, sizes), of_like, sbp=apart.nd(read), like=node)
         args = (view, key, number, [0] * len(shape), shape)
         draw = graph.call(node.target, args, drawn, sbp=apart.nd(nd), like=node)
-    _localize_draw(graph, draw)
+    draw.args = local_call(graph, draw)[1]
     node.target, node.args = aten.view.default, (draw, whole_sizes)
     if nd != value.nd_of(node):
         with graph.graph.inserting_before(node):
