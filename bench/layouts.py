@@ -1,4 +1,4 @@
-"""Layouts of four ranks, Graphs that train a model in them, and what the program of such a Graph must not do.
+"""Layouts of four ranks, and Graphs that train a model in them.
 
 ``grid.py layouts`` prints the table.  Every benchmark model has a tensor-parallel plan, which says which weights are
 split and nothing else; activations follow.  The usual pairs: a column of units (heads, channels, gates), then a row
@@ -17,11 +17,9 @@ from typing import Any
 import torch
 from models import CASES, OPTIMIZERS, bert, gpt2, t5, vit
 from parity import BATCH, Cell, Trained, TrainGraph, plain
-from torch import fx, nn
+from torch import nn
 
 import graphzero as gz
-from graphzero.ir import value
-from graphzero.plan import Collective
 from graphzero.sbp import B, S
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Sbp
@@ -120,7 +118,6 @@ def _number(model: nn.Module, name: str) -> int:
 
 STEPS, LIMIT = 5, 1e-6
 STAGES = (0, 1, 2, 3)
-_PHASES = ("forward", "backward")
 for _name, _make in (("gpt2", gpt2), ("bert", bert), ("vit", vit), ("t5", t5)):  # heads that four ranks divide
     CASES[f"{_name}, 4 heads"] = replace(CASES[_name], make=partial(_make, heads=4))
     PLANS[f"{_name}, 4 heads"] = PLANS[_name]
@@ -191,40 +188,3 @@ def train(graph: TrainGraph, model: str, parts: int = 1, part: int = 0, through:
         batch = CASES[model].batch(step, BATCH, torch.float64)
         losses.append(graph(*(x.chunk(parts)[part] for x in batch)).item())
     return Trained(losses, graph.full_state_dict()["modules"]["model"])
-
-
-# ---- what a program must not do
-
-
-def batch_gathers(graph: TrainGraph) -> list[Collective]:
-    """Activations that are moved whole or across along a data axis, in forward and backward; ZeRO's are not meant."""
-    data = graph.placement.data_axes
-    return [
-        c
-        for c in graph.plan.collectives
-        if c.axis in data and c.what_for == "other" and c.phase != "update" and c.kind in ("all_gather", "all_to_all")
-    ]
-
-
-def whole_batches(graph: TrainGraph, other: TrainGraph) -> list[str]:
-    """Values of forward and backward that are made from the batch, have a dim of it, and are whole on a data axis.
-
-    other: the same step for a batch of another size, which tells what has such a dim: what has grown.
-    """
-    axes = [graph.placement.names.index(name) for name in graph.placement.data_axes]
-    grown = {node.name: value.type_of(node) for node in _made_from_batch(other)}
-    return [
-        node.name
-        for node in _made_from_batch(graph)
-        if grown.get(node.name, value.type_of(node)) != value.type_of(node)
-        and any(value.nd_of(node)[axis].is_broadcast for axis in axes)
-    ]
-
-
-def _made_from_batch(graph: TrainGraph) -> list[fx.Node]:
-    """Tensors of forward and backward that depend on an input."""
-    made = set(graph.program.placeholders("batch"))
-    for node in graph.program.nodes:
-        if node.op == "call_function" and made.intersection(node.all_input_nodes):
-            made.add(node)
-    return [n for n in graph.program.nodes if n in made and value.is_tensor(n) and value.phase_of(n) in _PHASES]

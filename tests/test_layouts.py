@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import fx
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "bench")]
 pytest.importorskip("transformers")
@@ -19,17 +20,16 @@ from layouts import (  # noqa: E402
     LAYOUTS,
     MODELS,
     PLANS,
-    batch_gathers,
     graph_of,
     parallelise,
     reference,
     train,
-    whole_batches,
 )
 from parity import difference  # noqa: E402
 
 import graphzero as gz  # noqa: E402
 from graphzero.ir import value  # noqa: E402
+from graphzero.plan import Collective  # noqa: E402
 from graphzero.sbp.registry import NoRuleWarning  # noqa: E402
 
 GRID = "dp2 x tp2"
@@ -45,6 +45,44 @@ def every_op_has_a_rule():
         warnings.simplefilter("error", NoRuleWarning)
         warnings.filterwarnings("ignore", "no axis of")  # tp4 has no data axis
         yield
+
+
+def batch_gathers(graph: gz.Graph) -> list[Collective]:
+    """Activations that are moved whole or across along a data axis, in forward and backward; ZeRO's are not meant."""
+    data = graph.placement.data_axes
+    return [
+        c
+        for c in graph.plan.collectives
+        if c.axis in data and c.what_for == "other" and c.phase != "update" and c.kind in ("all_gather", "all_to_all")
+    ]
+
+
+def whole_batches(graph: gz.Graph, other: gz.Graph) -> list[str]:
+    """Values of forward and backward that are made from the batch, have a dim of it, and are whole on a data axis.
+
+    other: the same step for a batch of another size, which tells what has such a dim: what has grown.
+    """
+    axes = [graph.placement.names.index(name) for name in graph.placement.data_axes]
+    grown = {node.name: value.type_of(node) for node in _made_from_batch(other)}
+    return [
+        node.name
+        for node in _made_from_batch(graph)
+        if grown.get(node.name, value.type_of(node)) != value.type_of(node)
+        and any(value.nd_of(node)[axis].is_broadcast for axis in axes)
+    ]
+
+
+def _made_from_batch(graph: gz.Graph) -> list[fx.Node]:
+    """Tensors of forward and backward that depend on an input."""
+    made = set(graph.program.placeholders("batch"))
+    for node in graph.program.nodes:
+        if node.op == "call_function" and made.intersection(node.all_input_nodes):
+            made.add(node)
+    return [
+        n
+        for n in graph.program.nodes
+        if n in made and value.is_tensor(n) and value.phase_of(n) in ("forward", "backward")
+    ]
 
 
 def check(model, layout, stage):

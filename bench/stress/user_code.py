@@ -9,7 +9,7 @@ two of data and tensors or on two gloo processes, with or without micro-batches,
 backward, in float64, float32 or bf16; any two of these options meet in some cell of each program.  Outcomes: equal
 (three steps: outputs, parameters, buffers, optimizer state, and the user's objects); refused, by a GraphZeroError;
 warned, where a result differs as a warning of graphzero's says; fault: different without a word, any other error, a
-process that dies, or no progress for two minutes.  A cell that plain PyTorch itself does not run is left out.
+process that dies or is not done in time.  A cell that plain PyTorch itself does not run is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -40,7 +40,8 @@ from stress import user_code_cells as cells
 from stress.user_code_cells import Cell
 from stress.user_programs import PROGRAMS
 
-SILENT = 120  # seconds after which a cell hangs
+SECONDS = 20  # for each cell, and a minute beside
+TOGETHER = 16  # cells that are tried first in one set of processes, which takes time to begin
 OUTCOMES = ("equal", "warned", "refused", "fault", "left out")  # each is worse than those before it, but the last
 WARNINGS = ("statistics of a micro-batch", "which has no effect")  # what says that a result may differ
 
@@ -55,13 +56,13 @@ class Outcome:
 # ---- in the process of a rank
 
 
-def work(rank: int, ranks: int, folder: str, cell: Cell) -> None:
-    """Judge a cell, on one of its ranks."""
+def work(rank: int, ranks: int, folder: str, wanted: Sequence[Cell]) -> None:
+    """Judge cells one after the other, on one of their ranks."""
     end_with_parent()
     torch.set_num_threads(1)
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    Path(folder, f"{rank}.json").write_text(json.dumps(judged(cell, rank)))
+    Path(folder, f"{rank}.json").write_text(json.dumps([judged(cell, rank) for cell in wanted]))
     os._exit(0)  # without the farewell of a process group of which a rank may be gone
 
 
@@ -99,11 +100,20 @@ def raised_at(error: BaseException) -> str:
 # ---- in the process that starts them
 
 
-def outcome_of(cell: Cell) -> Outcome:
-    """What the ranks of a cell say, each a new process: the worst; a fault where they differ or one says nothing."""
-    ranks, limit = 1 + cell.is_real, time.monotonic() + SILENT
+def outcomes(wanted: Sequence[Cell]) -> Iterator[Outcome]:
+    """Those of all cells, on virtual ranks first; of cells whose processes say nothing, each by itself."""
+    for is_real in (False, True):
+        alike = [cell for cell in wanted if cell.is_real == is_real]
+        for at in range(0, len(alike), TOGETHER):
+            some = alike[at : at + TOGETHER]
+            yield from outcomes_of(some) or [one for cell in some for one in outcomes_of([cell]) or [silent(cell)]]
+
+
+def outcomes_of(some: Sequence[Cell]) -> list[Outcome]:
+    """Those of cells on as many ranks, each a new process for all of them; none where one of these says nothing."""
+    ranks, limit = 1 + some[0].is_real, time.monotonic() + 60 + SECONDS * len(some)
     with tempfile.TemporaryDirectory() as folder:
-        processes = [context().Process(target=work, args=(rank, ranks, folder, cell)) for rank in range(ranks)]
+        processes = [context().Process(target=work, args=(rank, ranks, folder, some)) for rank in range(ranks)]
         try:
             for process in processes:
                 process.start()
@@ -113,14 +123,22 @@ def outcome_of(cell: Cell) -> Outcome:
             for process in processes:
                 process.kill()
                 process.join()
-        said = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
-    outcome, text = max(said, key=lambda one: OUTCOMES.index(one[0]), default=("", ""))
-    if len(said) < ranks:
-        codes = [process.exitcode for process in processes]
-        return Outcome(cell, "fault", f"processes ended with {codes} within {SILENT} s; {text}")
+        if any(process.exitcode for process in processes):
+            return []
+        said = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+    return [joined(cell, each) for cell, *each in zip(some, *said, strict=True)]
+
+
+def joined(cell: Cell, said: Sequence[Sequence[str]]) -> Outcome:
+    """The worst of what the ranks say; a fault where they differ."""
+    outcome, text = max(said, key=lambda one: OUTCOMES.index(one[0]))
     if len({outcome for outcome, _ in said}) > 1:
         return Outcome(cell, "fault", f"ranks say {[outcome for outcome, _ in said]}: {text}")
     return Outcome(cell, outcome, text)
+
+
+def silent(cell: Cell) -> Outcome:
+    return Outcome(cell, "fault", f"a process died, or took more than {60 + SECONDS} s")
 
 
 # ---- the command
@@ -148,7 +166,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["GRAPHZERO_PROGRESS"] = "off"
     began, found = time.monotonic(), []
-    for one in map(outcome_of, drawn(options.only, options.cells, options.seed, options.every)):
+    for one in outcomes(drawn(options.only, options.cells, options.seed, options.every)):
         found.append(one)
         if one.outcome == "fault" or options.show:
             print(f"{one.outcome.upper()} {one.cell}\n      {one.text}", flush=True)
