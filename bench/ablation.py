@@ -3,8 +3,9 @@
     python bench/ablation.py                                # the parts below
     python bench/ablation.py tiles --layers 2 --rounds 3    # logits of a GPT-2 in tiles of rows (set_row_tiles)
     python bench/ablation.py muon --rounds 20               # torch's Muon with updates in stacks and without
+    python bench/ablation.py recompute                      # a small GPT-2 and Llama (set_activation_memory)
 
-The figures are in the docstrings of the modules, those of the last two in bench/results/tiles.md and muon.md.
+The figures are in the docstrings of the modules, those of the last three in bench/results/.
 
 * ``order``: the planned peak of two ranks, with backward as it is written and with what may wait made later.
 * ``join_updates``: the time of a step of many small parameters, stepped by one call and each by its own.
@@ -28,11 +29,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of, processor_seconds, slowest_seconds, take_turns
-from models import WithLoss
+from models import WithLoss, gpt2, llama, tokens
 from parity import TrainGraph
 from peak_memory import CLEAR, high_water, reset
 from systems import graph as graph_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from workloads import GPT, WORKLOADS, Shape, gpt
 
 import graphzero as gz
@@ -234,9 +236,66 @@ def _traffic(graph: TrainGraph, *batch: Tensor) -> tuple[float, float, float, fl
     return sent, update, update / torch.bfloat16.itemsize, graph.plan.memory.peak, graph.plan.comm_bytes
 
 
+# ---- what is recomputed in backward
+
+SIZE = {"layers": 6, "width": 192, "heads": 6, "vocabulary": 512, "context": 128}
+RECOMPUTED = {"gpt2": (gpt2, "body.transformer.h"), "llama": (llama, "body.model.layers")}
+PARTS = (0.75, 0.5, 0.35)
+RECOMPUTE_HEAD = ["model", "setting", "activations, MB", "peak, MB", "equal", "values", "time", "fastest, ms"]
+
+
+def show_recompute(options: argparse.Namespace) -> None:
+    """Each model trains on one rank, in turn with itself under other settings; a time is the median over rounds of a
+    step's seconds by those of the plain one in the same round.  Bytes are the plan's and, in brackets where they
+    differ, those that the dispatcher sees."""
+    what = f"{SIZE['layers']} layers of width {SIZE['width']}, 4 sequences of {SIZE['context']}"
+    print(f"{what}; activations: the most bytes of them at a time; time: 1 is without\n")
+    rows = [row for name in RECOMPUTED for row in recompute_rows(name, options.rounds or 12)]
+    print(markdown(RECOMPUTE_HEAD, rows))
+
+
+def model_of(name: str, blocks: bool = False) -> nn.Module:
+    """blocks: torch.utils.checkpoint around each."""
+    torch.manual_seed(0)
+    make, path = RECOMPUTED[name]
+    model = make(**SIZE)
+    for block in model.get_submodule(path).children() if blocks else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return model
+
+
+def recomputed_graph(name: str, memory: Any = None, blocks: bool = False) -> TrainGraph:
+    model = model_of(name, blocks)
+    graph = TrainGraph(model, torch.optim.AdamW(model.parameters()))
+    graph.config.set_activation_memory(memory)
+    return graph
+
+
+def recompute_rows(name: str, rounds: int) -> list[list[str]]:
+    batch = tokens(0, 4, torch.float32, SIZE["vocabulary"], SIZE["context"])
+    plain = recomputed_graph(name)
+    plain(*batch)
+    most = plain.plan.memory.activations
+    graphs = {"plain": plain, "torch.utils.checkpoint, by block": recomputed_graph(name, blocks=True)}
+    graphs['"checkpoint"'] = recomputed_graph(name, "checkpoint")
+    graphs |= {f"{part:.0%} of the bytes": recomputed_graph(name, int(part * most)) for part in PARTS}
+    losses = {key: [float(graph(*batch)) for _ in range(2)] for key, graph in graphs.items() if graph is not plain}
+    assert len({tuple(x) for x in losses.values()}) == 1, f"the bits differ: {losses}"
+    times = take_turns({key: partial(graph, *batch) for key, graph in graphs.items()}, rounds)
+    return [recompute_row(name, key, graph, batch, times) for key, graph in graphs.items()]
+
+
+def recompute_row(name: str, key: str, graph: TrainGraph, batch: Any, times: dict[str, list[float]]) -> list[str]:
+    memory, peak = graph.plan.memory, measure_step(graph, *batch).peak
+    ratio = statistics.median(a / b for a, b in zip(times[key], times["plain"], strict=True))
+    equal = "yes" if peak == memory.peak else f"NO ({peak:,})"
+    cells = [name, key, f"{memory.activations / 1e6:.2f}", f"{memory.peak / 1e6:.2f}", equal]
+    return [*cells, str(len(graph.plan.recomputed)), f"{ratio:.2f}", f"{min(times[key]) * 1e3:.0f}"]
+
+
 # ---- the command
 
-SUBJECTS = {"parts": show_parts, "tiles": show_tiles, "muon": show_muon}
+SUBJECTS = {"parts": show_parts, "tiles": show_tiles, "muon": show_muon, "recompute": show_recompute}
 
 
 def main() -> None:
