@@ -170,9 +170,9 @@ def _module(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None  # as of every name that ends with .py
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses and pickles look there
-    beside = str(path.resolve().parent)
-    if beside not in sys.path:
-        sys.path.insert(0, beside)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     spec.loader.exec_module(module)
     return module
 

@@ -40,7 +40,7 @@ class GraphConfig(metaclass=PluginMembers):
         """placement: of the Graphs that take it, by default all ranks of the world."""
         self._placement = launch.resolve(placement)
         self._settings = Settings()
-        self._readings: dict[str, Any] = {}  # by system: what a reader of its configuration gave beside settings
+        self._readings: dict[str, Any] = {}  # by system: what a reader of its configuration gave apart from settings
 
     def _set(self, **changes: Any) -> None:
         self._settings = replace(self._settings, **changes)

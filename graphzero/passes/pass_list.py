@@ -119,7 +119,7 @@ class PassEntry:
 
     kind: a dataclass that is called with a graph; its name in snake case is the pass's.
     level: of the graphs that it runs on.  when: the options with which it is there.  group: what it and the passes
-    beside it also go by, one of ``GROUPS``.
+    next to it also go by, one of ``GROUPS``.
     after: of a plug-in's pass, the name of the pass that it follows; in a group that has passes, it is the last one.
     """
 

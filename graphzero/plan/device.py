@@ -38,7 +38,7 @@ class Device:
     so many ranks meet, or fewer; "host memory" for copies between a device and its host, of which both directions run
     at a time.  host: ranks of one host.
     reached: share of the peak by op (mm, attention); "flops" and "memory" for ops that are bound by these.
-    runs_ahead: whether the host starts ops while others run, as of a GPU.  overlaps: whether transfers run beside
+    runs_ahead: whether the host starts ops while others run, as of a GPU.  overlaps: whether transfers run during
     compute; otherwise a rank that waits for one makes it itself.  step: seconds around the ops of a step,
     with those for which ranks wait for late ones.
     sources: of these numbers, in words.

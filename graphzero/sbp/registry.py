@@ -48,7 +48,7 @@ class Offset:
     """The form of an op that runs where the dim to which an index points is split: a rank knows where its piece begins.
 
     op: takes the arguments of the op it replaces, and by keyword ``start`` and ``total``: where this rank's piece
-    begins, and how long the whole dim is; that op itself, if it can do without.  rule: what it may do, beside what the
+    begins, and how long the whole dim is; that op itself, if it can do without.  rule: what it may do, besides what the
     op itself may.  tensor, dim: the dim in question; the number of an operand, or -1 for the one result, and a number
     or the argument that holds it.
     only: the argument that says whether the op depends on places at all, as ``causal`` of attention; "" if it does.

@@ -105,7 +105,7 @@ class FullParameters:
             if extra and resident + extra > budget:
                 raise ConfigError(
                     f"full_parameters() of {source.name} needs {mega(extra)} for whole tensors and what gathers them, "
-                    f"beside {mega(resident)} that stay: {resident + extra:,} bytes, and the memory budget is "
+                    f"next to {mega(resident)} that stay: {resident + extra:,} bytes, and the memory budget is "
                     f"{budget:,}. Evaluate with a Graph, which gathers layer by layer, or set a larger budget"
                 )
         return tensors

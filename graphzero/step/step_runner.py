@@ -23,7 +23,7 @@ from graphzero.step.user_graph import UserGraph
 
 
 class StepRunner:
-    """Runs the steps of one Graph, and keeps the results of the last training call beside its outputs."""
+    """Runs the steps of one Graph, and keeps the results of the last training call other than its outputs."""
 
     def __init__(self, source: UserGraph, selection: ProgramSelector) -> None:
         self.source, self.selection = source, selection
@@ -97,7 +97,7 @@ class StepRunner:
         return program.outputs(call, results, world)
 
     def _follow(self, program: StepProgram, call: BuildCall, results: Results) -> None:
-        """Keep what a training step reports beside its outputs, advance the numbers of groups, and step schedulers."""
+        """Keep what a step reports other than outputs, advance the numbers of groups, and step schedulers."""
         norms = {name: tensors[0] for name, tensors in results.aux.items() if name.startswith("grad_norm")}
         self._grad_norms = {name: norm.detach().clone() for name, norm in norms.items()}
         self._skips = [tensors[0].detach().clone() for name, tensors in results.aux.items() if name == "skipped"]

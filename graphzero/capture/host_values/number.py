@@ -41,7 +41,7 @@ class HostNumber(TracedNumber):
     def __init__(self, tensor: Tensor, value_reads: ValueReadHandler) -> None:
         self.tensor, self.value_reads, self.line = tensor, value_reads, user_frame()
 
-    def beside(self, tensors: Iterable[Tensor]) -> Tensor:
+    def as_operand_with(self, tensors: Iterable[Tensor]) -> Tensor:
         """The number as an operand next to tensors: it turns integers into floats of the default dtype, and widens
         nothing."""
         if self.tensor.is_floating_point() and not any(x.is_floating_point() or x.is_complex() for x in tensors):
@@ -53,7 +53,9 @@ class HostNumber(TracedNumber):
         """An op on tensors and numbers: a 0-d tensor stands for each number."""
         flat, spec = pytree.tree_flatten((args, kwargs or {}))
         tensors = [x for x in flat if isinstance(x, Tensor)]
-        args, kwargs = pytree.tree_unflatten([x.beside(tensors) if type(x) is HostNumber else x for x in flat], spec)
+        args, kwargs = pytree.tree_unflatten(
+            [x.as_operand_with(tensors) if type(x) is HostNumber else x for x in flat], spec
+        )
         value_reads = next(x.value_reads for x in flat if type(x) is HostNumber)
         value_reads.taker = getattr(func, "__name__", "")
         try:
@@ -91,7 +93,7 @@ class HostNumber(TracedNumber):
 
     def _with(self, other: Any, function: Callable[[Any, Any], Any], turned: bool) -> Any:
         if isinstance(other, Tensor):
-            mine = self.beside([other])
+            mine = self.as_operand_with([other])
             return function(other, mine) if turned else function(mine, other)
         if not isinstance(other, (HostNumber, *_PLAIN)):
             return NotImplemented

@@ -106,8 +106,8 @@ def pack(alive: Sequence[StorageSpan], most: int | None = None) -> Arena:
     offsets: dict[Storage, int] = {}
     for span in by_size:
         size, count = -(-span.nbytes // ALIGNED) * ALIGNED, len(offsets)
-        beside = (begins[:count] <= span.end) & (ends[:count] >= span.begin)
-        low = _best_fit(lows[:count][beside], highs[:count][beside], size)
+        overlapping = (begins[:count] <= span.end) & (ends[:count] >= span.begin)
+        low = _best_fit(lows[:count][overlapping], highs[:count][overlapping], size)
         if most is not None and low + size > most:
             continue
         begins[count], ends[count], lows[count], highs[count] = span.begin, span.end, low, low + size

@@ -98,7 +98,7 @@ def _lower(graph: StepGraph, box: fx.Node, links: Links) -> None:
     moves: list[tuple[Any, tuple[Any, ...], TensorType, Nd]] = []  # op, its arguments after the value, its result
     for at, (axis, step) in enumerate(steps):
         after = replace_at(nd, axis, step.dst)
-        if not _is_said_beside(steps, at) or not alike(nd, after, hierarchy):
+        if not _is_done_by_neighbor(steps, at) or not alike(nd, after, hierarchy):
             moves += _written(graph, type_, nd, axis, step)
         elif at:
             moves[-1] = (*moves[-1][:-1], after)
@@ -114,12 +114,12 @@ def _lower(graph: StepGraph, box: fx.Node, links: Links) -> None:
         box.meta.pop("role", None)
 
 
-def _is_said_beside(steps: tuple[Step, ...], at: int) -> bool:
+def _is_done_by_neighbor(steps: tuple[Step, ...], at: int) -> bool:
     """Return whether the first or last step only renames the operand or the result of the collective next to it."""
     if steps[at][1].kind != "same" or len(steps) == 1 or 0 < at < len(steps) - 1:
         return False
-    _, beside = steps[at - 1 if at else 1]
-    return beside.kind in ops.IN_SECTIONS
+    _, neighbor = steps[at - 1 if at else 1]
+    return neighbor.kind in ops.IN_SECTIONS
 
 
 def _written(

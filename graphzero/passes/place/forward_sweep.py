@@ -167,7 +167,7 @@ class AxisPropagation:
             source, index = node.args
             return (self.found[source][index],)  # type: ignore[index]
         if node.target in ANNOTATIONS:
-            return (self._beside_pins(node, self.sbp(value.operand(node))),)
+            return (self._with_other_axes(node, self.sbp(value.operand(node))),)
         operands = value.tensor_operands(node)
         have = [self.sbp(operand) for operand in operands]
         signature = self.chosen[node] = self._best(node, have)
@@ -218,7 +218,7 @@ class AxisPropagation:
         """The signatures of the op on the other axes, by number, as far as they are known."""
         return {axis.axis: axis.chosen[node] for axis in self.axes if axis is not self and node in axis.chosen}
 
-    def _beside_pins(self, node: fx.Node, have: Sbp) -> Sbp:
+    def _with_other_axes(self, node: fx.Node, have: Sbp) -> Sbp:
         """``have`` for a free value, or B where that and what other axes make of it leave no even sections."""
         nd = [axis.pinned(node) or (axis.sbp(node) if node in axis.found else B) for axis in self.axes]
         nd[self.axis] = have

@@ -117,7 +117,7 @@ def _put(graph: StepGraph, axis: int, planned: PlannedPin, places: Mapping[fx.No
     own: pins of this pass.  One of another axis that is there already gets it too: then the value is moved once, along
     both axes, in the order in which least is sent.
     """
-    pin = _pin_beside(axis, planned, own)
+    pin = _adjacent_pin(axis, planned, own)
     if pin is None:
         node, first = planned.box.node, min(planned.readers, key=places.__getitem__)
         with graph.graph.inserting_before(first if node.op == "placeholder" else node.next):
@@ -128,9 +128,9 @@ def _put(graph: StepGraph, axis: int, planned: PlannedPin, places: Mapping[fx.No
     graph.pin(pin, graph.placement.names[axis], planned.box.want)
 
 
-def _pin_beside(axis: int, planned: PlannedPin, own: Collection[fx.Node]) -> fx.Node | None:
+def _adjacent_pin(axis: int, planned: PlannedPin, own: Collection[fx.Node]) -> fx.Node | None:
     """The pin of another axis that is the value, or all that reads it, for the same readers; None where none is."""
     node, readers = planned.box.node, set(planned.readers)
-    beside = [node] if readers == set(node.users) else []
-    beside += readers if len(readers) == 1 else ()
-    return next((pin for pin in beside if pin in own and not value.pins_of(pin)[axis]), None)
+    pins = [node] if readers == set(node.users) else []
+    pins += readers if len(readers) == 1 else ()
+    return next((pin for pin in pins if pin in own and not value.pins_of(pin)[axis]), None)

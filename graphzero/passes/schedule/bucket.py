@@ -80,7 +80,7 @@ class Bucket(BuiltinPass):
 def _levels(graph: StepGraph) -> list[list[fx.Node]]:
     """The collectives that read no other collective's result, those that read one of these, and so on.
 
-    What goes round from rank to rank is one level: it joins only what is beside it.
+    What goes round from rank to rank is one level: it joins only what is next to it.
     """
     depth: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -149,7 +149,7 @@ class _OpenBucket:
         at = self._position[node]
         if self._nbytes + value.tensor_type(node).nbytes > limit:
             return False
-        if node.target is ops.shift:  # what goes round leaves when it is there, to travel beside what is computed next
+        if node.target is ops.shift:  # what goes round leaves when it is there, to travel during the next block
             return at == self._position[self.members[-1]] + 1 and value.operand(node) not in self.members
         return early or self._first_reader > at
 

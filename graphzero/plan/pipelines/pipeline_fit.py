@@ -153,7 +153,7 @@ class PipelineFit:
         """The values that members recompute; members within the limits recompute none.
 
         Where some do, backward gathers parameters on all stages before what reads them.  Members that are above
-        the limits only then are searched behind the others.
+        the limits only then are searched after the others.
         """
         chosen, program = dict[int, Ops](), self.plain
         while True:
@@ -162,10 +162,10 @@ class PipelineFit:
             if not over:
                 return chosen
             tries = {m: recompute_choices(self.searches[m], limits, needs[m]) for m in over}
-            chosen |= follow_all(tries, partial(self._needs_beside, chosen))
+            chosen |= follow_all(tries, partial(self._needs_with, chosen))
             program = self._draft(self._with(chosen))
 
-    def _needs_beside(self, others: Mapping[int, Ops], choices: Mapping[int, Ops]) -> dict[int, TriedProgram]:
+    def _needs_with(self, others: Mapping[int, Ops], choices: Mapping[int, Ops]) -> dict[int, TriedProgram]:
         return self._drafted_needs(self._with({**others, **choices}), choices)
 
     def _with(self, chosen: Mapping[int, Ops]) -> Options:

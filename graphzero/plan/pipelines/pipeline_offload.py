@@ -1,7 +1,7 @@
 """Values of pipeline stages that wait on the host, so that so many bytes of activations fit on each rank's device.
 
 What forward of a micro-batch leaves lies idle until backward of that micro-batch, while its stages run calls of others.
-A value is copied to the host beside the call after its last reader, and back beside the call before its next one;
+A value is copied to the host during the call after its last reader, and back during the call before its next one;
 where that is not enough, it is awaited at once on both ways, so that its memory is free during these calls too.  All
 micro-batches are treated alike where they have such a gap.
 """
@@ -23,7 +23,7 @@ from graphzero.plan.plan import format_seconds, mega
 from graphzero.plan.seconds import plain
 
 SMALL = 32  # what is that many times smaller than the largest value goes only if nothing else suffices
-BESIDE = 1  # calls beside which a copy runs, at first
+OVERLAPPED_CALLS = 1  # with which a copy runs at the same time, at first
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ class _MemberChoice:
         awaited = number - len(self.keys)
         trips = []
         for i, key in enumerate(self.keys[:number]):
-            beside = 0 if i < awaited else BESIDE
+            calls = 0 if i < awaited else OVERLAPPED_CALLS
             for gap in self.gaps[key]:
-                if gap.begin + beside < gap.end - beside - 1:
-                    places = gap.begin, gap.begin + beside, gap.end - beside, gap.end
+                if gap.begin + calls < gap.end - calls - 1:
+                    places = gap.begin, gap.begin + calls, gap.end - calls, gap.end
                     trips.append(
                         StageRoundTrip(self.member, gap.slots, gap.nbytes, *(self.own[place] for place in places))
                     )
@@ -124,7 +124,7 @@ class _MemberChoice:
         trips, device = self.round_trips(number), plain(self.memory.pipeline.placement.device_type)
         awaited, count = max(number - len(self.keys), 0), len({trip.slots[0][0] for trip in trips})
         hidden = (
-            "which a CPU does not overlap with compute" if device.type == "cpu" else "beside the calls next to them"
+            "which a CPU does not overlap with compute" if device.type == "cpu" else "during the calls next to them"
         )
         if awaited and device.type != "cpu":
             hidden += f", but for {awaited} values for which the step waits"

@@ -85,14 +85,14 @@ def shares(base: Device, program: StepGraph, times: Sequence[StepTimes]) -> Devi
         for bound in (FLOPS, MEMORY)
         if (fractions := [reached[e.kind] for e in events if e.kind in reached and (e.flops > 0) == (bound == FLOPS)])
     }
-    beside = sum(seconds for op, seconds in spent.items() if op not in ideal)
+    unmodeled = sum(seconds for op, seconds in spent.items() if op not in ideal)
     around, met = (median(one.seconds_for(what) for one in times) for what in ("overhead", "communication"))
     late = max(met - at_peak.exposed, 0.0)
     said = f"measured by calibrate: {len(times)} steps of {program.name}, line by line"
     return replace(
         base,
         reached=typical | reached,
-        call=base.call + beside / max(len(events), 1),
+        call=base.call + unmodeled / max(len(events), 1),
         step=around + late,
         sources={**base.sources, "reached, step": said},
     )

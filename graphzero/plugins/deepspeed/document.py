@@ -117,8 +117,8 @@ def _strangers(said: str, value: Any, holds: tuple[str, ...]) -> Iterator[str]:
 
 def _near(path: str, prefix: str) -> list[str]:
     """The known keys nearest to one: by its name among those next to it, else by its whole path."""
-    beside = {known[len(prefix) :].partition(".")[0]: known for known in _BY_PATH if known.startswith(prefix)}
-    matches = difflib.get_close_matches(path[len(prefix) :], beside, n=1, cutoff=0.6)
+    siblings = {known[len(prefix) :].partition(".")[0]: known for known in _BY_PATH if known.startswith(prefix)}
+    matches = difflib.get_close_matches(path[len(prefix) :], siblings, n=1, cutoff=0.6)
     if matches:
         return [f"{prefix}{matches[0]}"]
     last = {known.rpartition(".")[2]: known for known in _BY_PATH}

@@ -195,7 +195,7 @@ def write_page(options: argparse.Namespace) -> str:
     check_output("--html", options.html)
     pool, plans = Pool(), list[dict[str, Any]]()
     measured = read_measured(options.measured) if options.measured else None
-    for one in (options, *([beside(options)] if options.beside is not None else [])):
+    for one in (options, *([second_options(options)] if options.beside is not None else [])):
         with compiled(one) as program:
             plans.append(plan_data(program, title(one, program), pool, _device(one), None if plans else measured))
     text = render(plans, pool)
@@ -208,7 +208,7 @@ def title(options: argparse.Namespace, program: StepProgram) -> str:
     return f"stage {options.stage}, {program.plan.placement}, {Path(options.device).stem}"
 
 
-def beside(options: argparse.Namespace) -> argparse.Namespace:
+def second_options(options: argparse.Namespace) -> argparse.Namespace:
     """The options of the second plan.  Raises ConfigError for a text that is none."""
     words = [word.partition("=")[::2] for word in options.beside.split()]
     said = dict(words)

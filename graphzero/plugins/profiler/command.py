@@ -1,4 +1,4 @@
-"""``graphzero trace``: a measured step of a FACTORY's graph, as a file for Perfetto and beside its plan."""
+"""``graphzero trace``: a measured step of a FACTORY's graph, as a file for Perfetto and compared with its plan."""
 
 from __future__ import annotations
 

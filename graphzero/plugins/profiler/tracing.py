@@ -101,7 +101,7 @@ def trace(graph: Graph, *args: Any, steps: int = 5, device: Device | str | None 
 
     On virtual ranks ops run one after the other in this process: the tracks show that.  On CUDA events are of the
     device's queue; a recorded step (``set_cuda_graph``) is run op by op while it is traced.  With pipeline stages each
-    rank has the actions of its stages beside its ops, "1F3" for forward of stage 1 on micro-batch 3.
+    rank has the actions of its stages as well as its ops, "1F3" for forward of stage 1 on micro-batch 3.
 
     Raises ConfigError for ``steps`` below 1, and in a fake world, in which nothing takes time.
     """

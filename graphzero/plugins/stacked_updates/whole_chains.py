@@ -114,7 +114,7 @@ class _Finder:
         """The chain around some ops, or None where a stack cannot go through it."""
         between = {node for node in group.above & group.below if _is_movable(node)}
         free = [node for node in group.above ^ group.below if _is_movable(node) and node not in self.often]
-        nodes = between | self._beside(group, between, free)
+        nodes = between | self._belonging_ops(group, between, free)
         ordered = sorted(nodes, key=self.position.__getitem__)
         entries = self._entries(ordered)
         results = tuple(node for node in ordered if any(user not in nodes for user in node.users))
@@ -122,7 +122,7 @@ class _Finder:
             return None
         return Chain(tuple(ordered), entries, results, self._key(ordered, entries))
 
-    def _beside(self, group: _ChainGroup, between: set[fx.Node], free: list[fx.Node]) -> set[fx.Node]:
+    def _belonging_ops(self, group: _ChainGroup, between: set[fx.Node], free: list[fx.Node]) -> set[fx.Node]:
         """The free ops that belong to the chain: of equal cuts, the one with most ops.
 
         With an op comes what lies between it and the seeds.

@@ -56,7 +56,7 @@ def dim_of(value: Any, ndim: int) -> int:
     return int(value) % max(ndim, 1)
 
 
-def beside(shape: Sequence[int], *whole: Any) -> str:
+def letters_except(shape: Sequence[int], *whole: Any) -> str:
     """One letter per dim of a tensor, but ``_`` for those that arguments name: they stay whole."""
     at = [dim_of(dim, len(shape)) for dim in whole]
     return "".join("_" if i in at else name for i, name in enumerate(letters(len(shape))))

@@ -10,7 +10,17 @@ import torch
 import graphzero.ops  # noqa: F401
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import Offset, Rule, rule
-from graphzero.sbp.rules._factor_lines import GROWING, MOVE, beside, broadcast, dim_of, is_zero, letters, overloads, put
+from graphzero.sbp.rules._factor_lines import (
+    GROWING,
+    MOVE,
+    broadcast,
+    dim_of,
+    is_zero,
+    letters,
+    letters_except,
+    overloads,
+    put,
+)
 from graphzero.sbp.signature import TensorMeta
 
 PLACE = "q"  # the dim that is indexed, where it is split; other dims have letters from a on, an index has z
@@ -136,7 +146,7 @@ rule(overloads("index_add"), _rows_added, offset=_offset("index_add", partial(_r
 
 @rule(overloads("index_copy"))
 def index_copy(call: Call) -> str | None:
-    line = beside(call.shape, call["dim"])
+    line = letters_except(call.shape, call["dim"])
     if not call.shape or len(call.tensors[1].shape) != 1 or len(call.tensors[2].shape) != len(call.shape):
         return None
     return f"{MOVE}{line}+~_,{line}->{line}"
@@ -146,7 +156,7 @@ def index_copy(call: Call) -> str | None:
 def index_fill(call: Call) -> str | None:
     if not call.shape:
         return None
-    line, is_tensor = beside(call.shape, call["dim"]), isinstance(call["value"], TensorMeta)
+    line, is_tensor = letters_except(call.shape, call["dim"]), isinstance(call["value"], TensorMeta)
     word = MOVE if is_tensor or is_zero(call["value"]) else GROWING
     return f"{word}{line},~{'_' * len(call.tensors[1].shape)}{'+' * is_tensor}->{line}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._factor_lines import beside, dims_of, overloads
+from graphzero.sbp.rules._factor_lines import dims_of, letters_except, overloads
 
 MATRICES = {
     "linalg_cholesky_ex linalg_inv_ex": "~...__->...__,...",
@@ -56,7 +56,7 @@ def pseudo_inverse(call: Call) -> str:
 @rule(overloads("_fft_r2c", "_fft_c2r", "_fft_c2c"), nonempty=True)
 def fourier(call: Call) -> str:
     """Dims that are transformed stay whole."""
-    line = beside(call.shape, *dims_of(call["dim"], len(call.shape)))
+    line = letters_except(call.shape, *dims_of(call["dim"], len(call.shape)))
     return f"{line}->{line}"
 
 

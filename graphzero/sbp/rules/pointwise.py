@@ -8,7 +8,7 @@ import torch
 
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._factor_lines import GROWING, MOVE, beside, dim_of, is_zero, letters, overloads
+from graphzero.sbp.rules._factor_lines import GROWING, MOVE, dim_of, is_zero, letters, letters_except, overloads
 
 LINEAR = {
     "mul.Scalar div.Scalar true_divide.Scalar neg _neg_view": "...->...",
@@ -112,13 +112,13 @@ rule(overloads("masked_fill.Tensor"), MOVE + "...,~...+->...")
 @rule(overloads("glu"))
 def glu(call: Call) -> str:
     """The dim that is halved stays whole."""
-    line = beside(call.shape, call["dim"])
+    line = letters_except(call.shape, call["dim"])
     return f"~{line}->{line}"
 
 
 @rule(overloads("glu_backward"))
 def glu_backward(call: Call) -> str:
-    line = beside(call.shape, call["dim"])
+    line = letters_except(call.shape, call["dim"])
     return f"{line},~{line}->{line}"
 
 

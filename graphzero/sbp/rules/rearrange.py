@@ -6,7 +6,7 @@ import torch
 
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._factor_lines import MOVE, beside, dims_of, letters, overloads
+from graphzero.sbp.rules._factor_lines import MOVE, dims_of, letters, letters_except, overloads
 
 
 @rule(overloads("rot90"))
@@ -51,5 +51,5 @@ def index_reduce(call: Call) -> str | None:
     """PyTorch's CPU kernel for products fails on a single row of 16-bit numbers, which a piece may be."""
     if not call.shape or (call["reduce"] == "prod" and call.tensors[0].dtype in (torch.bfloat16, torch.float16)):
         return None
-    line = beside(call.shape, call["dim"])
+    line = letters_except(call.shape, call["dim"])
     return f"~{line},~_,~{line}->{line}"

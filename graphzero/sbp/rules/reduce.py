@@ -6,7 +6,7 @@ from functools import partial
 
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._factor_lines import beside, dims_of, letters, overloads
+from graphzero.sbp.rules._factor_lines import dims_of, letters, letters_except, overloads
 
 
 def reduction(call: Call, *, adds: bool, linear: bool, word: str = "", dim: object = "dim") -> str:
@@ -55,7 +55,7 @@ rule(overloads(WHOLE_ALL), partial(reduction, adds=False, linear=False, dim=None
 
 def along(call: Call, mark: str = "~", operands: int = 1) -> str:
     """An op that runs along one dim and keeps it; the first operand is marked ``mark``, the others are nonlinear."""
-    dims = beside(call.shape, call["dim"])
+    dims = letters_except(call.shape, call["dim"])
     return mark + dims + f",~{dims}" * (operands - 1) + "->" + ",".join([dims] * len(call.outputs))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import Shape, rule
-from graphzero.sbp.rules._factor_lines import GROWING, MOVE, beside, dim_of, is_zero, letters, overloads, put
+from graphzero.sbp.rules._factor_lines import GROWING, MOVE, dim_of, is_zero, letters, letters_except, overloads, put
 from graphzero.sbp.signature import TensorMeta
 
 INPUT_SIZES = {"input_sizes": lambda i, o: o[0]}
@@ -18,13 +18,13 @@ INPUT_SIZES = {"input_sizes": lambda i, o: o[0]}
 def slice_(call: Call) -> str:
     """A slice that takes all of its dim may be split along it."""
     everything = call.out == call.shape and call["step"] == 1 and call["start"] in (None, 0)
-    line = "".join(letters(len(call.shape))) if everything else beside(call.shape, call["dim"])
+    line = "".join(letters(len(call.shape))) if everything else letters_except(call.shape, call["dim"])
     return f"{MOVE}{line}->{line}"
 
 
 def _along(call: Call, line: str, dims: Sequence[str] = ("dim",), of_result: bool = False) -> str:
     """A line, in which {x} stands for the dims of the whole, and {k} for those that no argument names."""
-    whole = beside(call.out if of_result else call.shape, *(call[name] for name in dims))
+    whole = letters_except(call.out if of_result else call.shape, *(call[name] for name in dims))
     return MOVE + line.format(x=whole, k=whole.replace("_", ""))
 
 
@@ -42,7 +42,7 @@ rule(overloads("diagonal_backward"), partial(_diagonal, line="{k}_->{x}", of_res
 
 @rule(overloads("unfold_backward"), sizes=INPUT_SIZES)
 def unfold_backward(call: Call) -> str | None:
-    line = beside(call.out, call["dim"])
+    line = letters_except(call.out, call["dim"])
     return f"{line}_->{line}" if call.out else None
 
 
@@ -80,7 +80,7 @@ def split(call: Call) -> str:
 
 @rule(overloads("unbind.int", "unbind_copy.int"))
 def unbind(call: Call) -> str:
-    line = beside(call.shape, call["dim"])
+    line = letters_except(call.shape, call["dim"])
     return f"{MOVE}{line}->{','.join([line.replace('_', '')] * len(call.outputs))}"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._factor_lines import MOVE, beside, dim_of, dims_of, letters, overloads
+from graphzero.sbp.rules._factor_lines import MOVE, dim_of, dims_of, letters, letters_except, overloads
 
 SIZE = {"size": lambda i, o: o[0]}
 SHAPE = {"shape": lambda i, o: o[0]}
@@ -170,7 +170,7 @@ def roll(call: Call) -> str:
 
 @rule(overloads("unfold", "unfold_copy"))
 def unfold(call: Call) -> str:
-    line = beside(call.shape, call["dimension"])
+    line = letters_except(call.shape, call["dimension"])
     return f"{MOVE}{line}->{line}_"
 
 
