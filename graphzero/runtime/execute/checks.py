@@ -12,10 +12,16 @@ from graphzero import _compat
 from graphzero.errors import CapacityError, CheckError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.text.printer import print_line
+from graphzero.ir.transfer import delivered
 from graphzero.ops import CHECK, ROOM_FOR_ROWS
 
 _STOPPED = "The step stopped here: parameters, optimizer states and buffers are as they were before the call"
 _REPLAYED = "The step was replayed from a recording, which runs to its end: its update has been made"
+_NEXT_STEP = {
+    _STOPPED: "Go on with other inputs, or correct what makes the value; config.check_values = False leaves checks out",
+    _REPLAYED: "Before the next call load a checkpoint, and correct the inputs or what makes the value",
+}
 _later: ContextVar[bool] = ContextVar("graphzero_checks_later", default=False)
 
 
@@ -56,5 +62,10 @@ def _error(node: fx.Node, then: str) -> CheckError:
             "more rows of tokens go from one rank to the experts of another one than there is room\n  Give more: "
             f'config.set_split_experts("exchange", capacity=...); calls of a Graph do so themselves\n\n  {then}'
         )
-    where = f"\n\n  at {source}" if source else ""
-    return CheckError(f"build checks a value, and it does not hold: {message}{where}\n\n  {then}")
+    ok = value.operand(node)
+    if (delivery := delivered(ok)) is not None:
+        ok = delivery[0].members[delivery[1]]
+    where = f"\n    at {source}" if source else ""
+    return CheckError(
+        f"a check of a value does not hold: {message}\n\n  > {print_line(ok)}{where}\n\n  {then}\n  {_NEXT_STEP[then]}"
+    )
