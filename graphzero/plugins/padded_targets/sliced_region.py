@@ -151,7 +151,9 @@ class SlicedRegion:
             node.target, node.args, node.kwargs, inputs, [(type_.shape, (place,))], self._sizes  # type: ignore[arg-type]
         )  # fmt: skip
 
-        def meta(x: fx.Node) -> torch.Tensor:
+        def meta(x: fx.Node) -> torch.Tensor | float:
+            if value.is_scalar(x):
+                return 1.0
             type_ = value.tensor_type(x)
             return torch.empty(self._sizes(type_.shape, (sbps[x],)), dtype=type_.dtype, device="meta")
 

@@ -102,6 +102,21 @@ def test_what_would_not_be_the_same_is_left_alone(form: str) -> None:
     assert not is_rewritten(assert_parity(LEFT[form], *batch()))
 
 
+def test_logits_may_be_scaled_by_a_number_that_is_an_input() -> None:
+    class Scaled(Step):
+        def build(self, x: Tensor, labels: Tensor, scale: float) -> Tensor:  # type: ignore[override]
+            loss = flat(self.head(x)[:, :-1] * scale, labels[:, 1:])
+            loss.backward()
+            return loss
+
+    x, labels = batch()
+    graph = Scaled(None, x)
+    for scale in (2.0, 0.5):
+        expected = flat(graph.head(x)[:, :-1] * scale, labels[:, 1:]).detach()
+        torch.testing.assert_close(graph(x, labels, scale), expected, rtol=1e-12, atol=1e-12)
+    assert is_rewritten(graph)
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_logits_that_the_slice_drops_may_be_anything(number: float) -> None:
     """Plain PyTorch reads them neither in the loss nor in its gradient."""
