@@ -110,7 +110,7 @@ DEVICES = {"willing": WILLING, "loath": LOATH, "between": BETWEEN}
 def every_layout(axes):
     """All that may be priced on a grid, and more: with recomputation and an optimizer in backward, fit or not."""
     for layout in layouts(axes):
-        for parts in (1, 2, 4):
+        for parts in (1, 4):
             yield replace(layout, micro_batches=parts)
         yield replace(layout, recompute=True)
         yield replace(layout, early=True, recompute=True, micro_batches=2)
