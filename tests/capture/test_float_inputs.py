@@ -91,6 +91,7 @@ ONE_PROGRAM = {
     "operators of a tensor": lambda h, t: (t - h) * (t / (h.abs() + 1)) + (h > t),
     "a root": lambda h, t: h * math.sqrt(t),
     "bounds": lambda h, t: h.clamp(-t, t),
+    "slopes": lambda h, t: F.leaky_relu(h, t) + F.elu(h, alpha=t),
     "a tensor of it": lambda h, t: h * torch.tensor(t, dtype=h.dtype) + torch.full((6,), t),
     "a distribution": lambda h, t: -torch.distributions.Normal(h, t).log_prob(X),
     "a copy": lambda h, t: h * copy.deepcopy([t])[0],
