@@ -122,6 +122,7 @@ class PipelinePlan:
             columns += ["forward", "backward"]
             transfers = {(source, target): each for source, target, each in seconds.transfers}
         has_host = any(member.memory.host for member in self.members)
+        lines[0] += ", without copies to and from the host" * has_host
         columns += ["on host"] * has_host
         lines.append("".join(f"{name:>14}" for name in columns))
         for member in self.members:
