@@ -34,6 +34,7 @@ from torch import nn
 
 import graphzero as gz
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "runtime"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
 from _run import markdown
