@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from graphs import TrainGraph
 from jobs_in_parts import (
     WIDE,
     Images,
@@ -338,6 +339,18 @@ def test_mixed_precision_recomputation_and_micro_batches_go_together():
     (wanted, kept), (found, fewer) = run(None), run("checkpoint")
     assert torch.equal(found, wanted)
     assert all(few < many for few, many in zip(fewer, kept, strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_in_16_bit_are_added_up_in_float32(stage):
+    """A rank adds 1 to each element 512 times; in bfloat16 the sum would stay at 256."""
+    model = nn.Linear(4, 4, bias=False)
+    start = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"micro_batches": 512, "stage": stage, "dtype": torch.bfloat16}
+    graph = TrainGraph(model, lambda model, x: model(x).float().sum(), optimizer, **options)
+    graph(torch.ones(1024, 4))
+    assert torch.allclose(start - graph.full_state_dict()["modules"]["model"]["weight"], torch.tensor(1024.0))
 
 
 @pytest.mark.slow
