@@ -50,8 +50,11 @@ def take_steps() -> None:
         step.full_state_dict()
 
 
+threads = torch.get_num_threads()
+torch.set_num_threads(1)  # else a process that is forked from here would wait for threads of OpenMP that it has not
 with torch.random.fork_rng(devices=()):
     take_steps()
+torch.set_num_threads(threads)
 forget()  # plug-ins, which a test may install
 gc.collect()
 gc.freeze()

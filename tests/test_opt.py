@@ -195,6 +195,9 @@ SETTINGS = {
 }
 
 
+COMPARED: set[tuple[str, str, str]] = set()  # a program, passes and their result: what other settings have in common
+
+
 @pytest.mark.parametrize(
     ("stage", "setting"),
     [
@@ -214,9 +217,12 @@ def test_a_graphs_first_program_and_the_line_of_its_passes_give_every_program_of
     assert main(["opt", str(path), "--passes", ",".join(record.text for record in graph.history)]) == 0
     assert capsys.readouterr().out == str(graph.program)
     for record in graph.history:
-        path.write_text(str(record.before))
-        assert main(["opt", str(path), "--passes", record.text]) == 0
-        assert capsys.readouterr().out == str(record.after), record.name
+        before, after = str(record.before), str(record.after)
+        if (before, record.text, after) not in COMPARED:
+            path.write_text(before)
+            assert main(["opt", str(path), "--passes", record.text]) == 0
+            assert capsys.readouterr().out == after, record.name
+            COMPARED.add((before, record.text, after))
 
 
 OWN_PASSES = """

@@ -50,7 +50,7 @@ class Step(gz.Graph):
     def __init__(self, model: nn.Module, placement: gz.Placement, stage: int = 0) -> None:
         super().__init__(placement)
         self.model = model.to(D)
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         if stage:
             self.config.enable_zero(stage=stage)
 
@@ -90,7 +90,7 @@ def x_of(rows: int = 8, seed: int = 1) -> Tensor:
 def test_ranks_route_their_own_tokens(stage: int) -> None:
     """The twin cuts the batch by hand: a capacity per rank keeps other tokens than one for the whole batch."""
     twin = model_of(lambda: Experts(2))
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
     graph = Step(model_of(lambda: Experts(2)), place(), stage)
     for seed in range(3):
         x = x_of(seed=seed)

@@ -13,11 +13,13 @@ How a page is written:
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
 import pathlib
 import re
+import runpy
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -124,6 +126,31 @@ def run(path: pathlib.Path) -> list[str]:
         assert process.exitcode == 0, f"a block of {where} failed, or took more than {SECONDS} s\n{said}"
         found: list[str] = json.loads((folder / "printed.json").read_text(encoding="utf-8"))
     return found
+
+
+def printed_by(script: pathlib.Path) -> str:
+    """The output of a script that starts ranks, in a fresh process from which these are forked: none loads torch."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        process = context().Process(target=_run_script, args=(script, folder))
+        process.start()
+        try:
+            process.join(SECONDS)
+        finally:
+            process.kill()
+            process.join()
+        said = (folder / "errors.txt").read_text(encoding="utf-8")[-4000:]
+        assert process.exitcode == 0, f"{script.relative_to(ROOT)} failed, or took more than {SECONDS} s\n{said}"
+        return (folder / "printed.txt").read_text(encoding="utf-8")
+
+
+def _run_script(script: pathlib.Path, folder: pathlib.Path) -> None:
+    end_with_parent()
+    for stream, name in ((sys.__stdout__, "printed.txt"), (sys.__stderr__, "errors.txt")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), stream.fileno())  # type: ignore[union-attr]
+    torch.set_num_threads(1)  # a process that has started threads of OpenMP cannot be forked
+    torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def _run_here(path: pathlib.Path, folder: pathlib.Path) -> None:

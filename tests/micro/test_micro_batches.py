@@ -12,6 +12,7 @@ from jobs_in_parts import (
     Words,
     masked,
     micro_batch_graph,
+    momentum,
     pictures,
     plain,
     same,
@@ -85,7 +86,7 @@ def test_batch_norm_is_that_of_a_micro_batch_and_carries_its_buffers_as_a_loop_d
 def by_hand(ranks, parts):
     torch.manual_seed(0)
     model = Images().to(WIDE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = momentum(model.parameters(), lr=0.01)
     found = {}
     for step, (x, t) in enumerate(pictures()):
         optimizer.zero_grad()
@@ -163,7 +164,7 @@ def matrices():
     return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11, bias=False))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Muon])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Muon])
 def test_any_optimizer_steps_once(optimizer):
     wanted = plain(matrices, tokens, sentences(), optimizer)
     same(trained(micro_batch_graph(matrices, tokens, 2, 2, optimizer=optimizer), sentences()), wanted, 1e-7)

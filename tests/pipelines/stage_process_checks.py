@@ -15,7 +15,7 @@ import torch.distributed as dist
 from inside import check_ends
 from mixtures import TwoLayers
 from processes import computed_once, slow
-from staged import Net, batches, placement, staged_graph, stages_of, tensors_of
+from staged import Net, adamw, batches, placement, staged_graph, stages_of, tensors_of
 from storages import Storages
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -115,7 +115,7 @@ def layer_on_each(stages: int, **options: Any) -> tuple[Net, dict[str, int]]:
     return model_of(layers=stages, **options), stages_of(stages, stages)
 
 
-ADAM = {"clip": 0.1}
+ADAM: dict[str, Any] = {"clip": 0.1, "optimizer": adamw}
 
 
 def check_chosen_stages() -> None:
@@ -167,7 +167,7 @@ def local(x: Tensor) -> Tensor:
 
 def check_a_rank_holds_what_is_of_its_stages() -> None:
     where, model = real(), model_of()
-    graph = staged_graph(model, stages_of(2, 2), where, stage=1, micro_batches=2)
+    graph = staged_graph(model, stages_of(2, 2), where, stage=1, micro_batches=2, optimizer=adamw)
     mine = [share(x, where) for x in batches(1)[0]]
     graph(*mine)
     member = where.pipeline_member(dist.get_rank())

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import TrainGraph
-from staged import Net, Residual, batches, placement, staged_graph, stages_of, tensors_of
+from staged import Net, Residual, adamw, batches, placement, staged_graph, stages_of, tensors_of
 from storages import Storages
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -34,7 +34,7 @@ def graph_of(
     """Layers on stages, whole: without; eight micro-batches."""
     torch.manual_seed(0)
     marks = None if whole else stages_of(layers, stages)
-    options = {"micro_batches": 8, "loss_fn": loss} | options
+    options = {"micro_batches": 8, "loss_fn": loss, "optimizer": adamw} | options
     graph = staged_graph(model or Net(layers), marks, placement(*where), schedule, **options)
     graph.config.set_activation_memory(activations)
     graph.config.set_memory_budget(budget)
@@ -166,7 +166,9 @@ def test_a_tight_budget_that_adds_up_in_parts_changes_no_bit() -> None:
 def test_16_bit_casts_may_be_computed_again_beside_parameters_that_are_gathered_once() -> None:
     def compiled(budget: int | None) -> TrainGraph:
         torch.manual_seed(0)
-        graph = staged_graph(Net(4), stages_of(4, 2), placement(2, 2), micro_batches=4, loss_fn=loss, stage=3)
+        graph = staged_graph(
+            Net(4), stages_of(4, 2), placement(2, 2), micro_batches=4, loss_fn=loss, stage=3, optimizer=adamw
+        )
         graph.config.enable_amp()
         graph.config.set_memory_budget(budget)
         return graph.compile(*batches(1, 128)[0])

@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from staged import Net, batches, largest_difference, placement, staged_graph, stages_of, tensors_of, trained
+from staged import (
+    Net,
+    adamw,
+    batches,
+    largest_difference,
+    momentum,
+    placement,
+    staged_graph,
+    stages_of,
+    tensors_of,
+    trained,
+)
 from storages import Storages
 from torch import nn
 from torch_sanitizer import find_race_by_torch
@@ -32,6 +43,7 @@ from graphzero.testing import strict_transfers
 
 
 def offloaded(offload: bool, folder: Path | None = None, stages: int = 2, **options: Any) -> Any:
+    options = {"optimizer": adamw, **options}
     tied, average, scale = (options.pop(name, False) for name in ("tied", "average", "scale"))
     torch.manual_seed(0)
     model = Net(stages, tied=tied)
@@ -57,7 +69,7 @@ def offloaded(offload: bool, folder: Path | None = None, stages: int = 2, **opti
         (False, {"stage": 1, "schedule": "zbv", "stages": 4, "clip": 0.1}),
         (True, {"stage": 2, "schedule": "1f1b", "clip": 0.1, "average": True, "tied": True}),
         (True, {"stage": 3, "schedule": "zb1p", "scale": True}),
-        (False, {"stage": 3, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), "clip": 0.1}),
+        (False, {"stage": 3, "optimizer": momentum, "clip": 0.1}),
     ],
 )
 def test_steps_have_the_same_bits_in_memory_and_in_files(
@@ -88,7 +100,7 @@ def test_the_peak_of_an_update_is_the_plans_to_the_byte() -> None:
     model = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(4)))
     graph = staged_graph(
         model, {f"model.{i}": i // 2 for i in range(4)}, placement(1, 1), [["0F0", "1F0", "1B0", "0B0"]],
-        loss_fn=lambda model, x: model(x).square().mean(),
+        loss_fn=lambda model, x: model(x).square().mean(), optimizer=adamw,
     )  # fmt: skip
     graph.config.bucket_bytes = 1
     graph.config.enable_offload()
@@ -107,7 +119,7 @@ def test_a_checkpoint_goes_to_a_graph_without_offload_and_stages_and_back(tmp_pa
     trained(first)
     gz.save(first, tmp_path / "step")
     torch.manual_seed(7)
-    whole = staged_graph(Net(2), None, placement(2, 2), stage=2, micro_batches=4)
+    whole = staged_graph(Net(2), None, placement(2, 2), stage=2, micro_batches=4, optimizer=adamw)
     gz.load(whole, tmp_path / "step")
     wanted = tensors_of(first.full_state_dict())
     assert all(map(torch.equal, tensors_of(whole.full_state_dict()), wanted))
@@ -143,9 +155,9 @@ def least_of(**options: Any) -> int:
     ("shares", "options"),  # shares of the bytes between the least that work and all, that may stay on the device
     [
         ((0.0,), {"schedule": "gpipe", "stages": 2, "stage": 0}),
-        ((0.0, 0.5), {"schedule": "1f1b", "where": placement(4, 1), "stage": 1, "clip": 0.1}),
+        ((0.0, 0.5), {"schedule": "1f1b", "where": placement(4, 1), "stage": 1, "clip": 0.1, "optimizer": adamw}),
         ((0.0,), {"schedule": "zb1p", "where": placement(4, 1), "stage": 2}),
-        ((0.0, 0.5), {"schedule": "zbv", "stage": 3, "clip": 0.1}),
+        ((0.0, 0.5), {"schedule": "zbv", "stage": 3, "clip": 0.1, "optimizer": adamw}),
         ((0.0,), {"schedule": "interleaved", "stage": 2}),
     ],
 )

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from staged import (
     Net,
     Residual,
+    adamw,
     batches,
     compare,
     cross_entropy,
@@ -61,12 +62,14 @@ def _seeded() -> None:
 def without_stages(stage: int, micro_batches: int) -> list[Tensor]:
     """Outputs and states of the step that every schedule has to compute."""
     torch.manual_seed(0)
-    return trained_whole(Net(), placement(2, 2), micro_batches=micro_batches, clip=0.1, stage=stage)
+    options: dict[str, Any] = {"micro_batches": micro_batches, "clip": 0.1, "stage": stage, "optimizer": adamw}
+    return trained_whole(Net(), placement(2, 2), **options)
 
 
 def assert_same_bits(schedule: str, stage: int, micro_batches: int) -> None:
     marks = stages_of(4, 2 * STAGES_A_RANK.get(schedule, 1))
-    graph = staged_graph(Net(), marks, placement(2, 2), schedule, micro_batches=micro_batches, clip=0.1, stage=stage)
+    options: dict[str, Any] = {"micro_batches": micro_batches, "clip": 0.1, "stage": stage, "optimizer": adamw}
+    graph = staged_graph(Net(), marks, placement(2, 2), schedule, **options)
     assert largest_difference(trained(graph), without_stages(stage, micro_batches)) == 0
     assert graph.stage_programs
 
@@ -132,7 +135,7 @@ def test_mixed_precision() -> None:
 
 def test_a_scaled_loss_differs_by_rounding() -> None:
     """Adam of an earlier stage is not one kernel where its count waits for the check of all gradients."""
-    options: dict[str, Any] = {"micro_batches": 4, "stage": 1, "dtype": torch.float16}
+    options: dict[str, Any] = {"micro_batches": 4, "stage": 1, "dtype": torch.float16, "optimizer": adamw}
     assert compare(Net(2), stages_of(2, 2), placement(2, 2), **options) < 1e-6
 
 

@@ -48,7 +48,7 @@ def next_token_loss(model, ids):
 def blocks_graph(memory=None, stage=0, placement=None, budget=None, early=False, layers=2, p=0.1, **zero) -> TrainGraph:
     """memory: as ``set_activation_memory`` takes it."""
     model = Blocks(layers, p)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     graph = TrainGraph(model, next_token_loss, optimizer, placement=placement or 2, stage=stage, **zero)
     graph.config.set_activation_memory(memory)
     graph.config.set_memory_budget(budget)
