@@ -25,7 +25,7 @@ from stage_process_checks import (
     train,
     whole,
 )
-from staged import batches, staged_graph, stages_of, tensors_of
+from staged import adamw, batches, staged_graph, stages_of, tensors_of
 from torch import Tensor, nn
 
 import graphzero as gz
@@ -254,7 +254,7 @@ def check_ranks_that_only_receive_scalars_are_marked_when_that_fails() -> None:
     model = model_of()
     for name, p in model.named_parameters():
         p.requires_grad_(stages_of(2, 2)[stage_path(name)] == 1)  # stage 0 writes nothing
-    step = staged_graph(model, stages_of(2, 2), where, micro_batches=2)
+    step = staged_graph(model, stages_of(2, 2), where, micro_batches=2, optimizer=adamw)  # counts its steps
     batch = [share(x, where) for x in batches(1)[0]]
     step(*batch)
     saved, state, world = step.full_state_dict(), step._source.state(), step._source.world
