@@ -10,7 +10,7 @@ from torch import fx
 
 from graphzero.ir import calls, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ops import STOCHASTIC_ROUND, UNIFORM_LIKE
+from graphzero.ops import RANK_KEY, STOCHASTIC_ROUND, UNIFORM_LIKE
 from graphzero.sbp import rank_call
 from graphzero.sbp.shards import LocalSize, LocalStart, cutting, steps_of, unfold
 from graphzero.sbp.types import Nd
@@ -24,6 +24,8 @@ def local_call(graph: StepGraph, node: fx.Node) -> tuple[Any, tuple[Any, ...], d
     It is the same whether arguments there are of the whole or of a rank already.
     """
     op: Any = node.target
+    if op is RANK_KEY:  # its argument is the rank, at every level
+        return op, node.args, dict(node.kwargs)
     if op in DRAWS:
         like, key, number, _, total, *part = node.args
         start = [offset or 0 for offset in local_starts(graph, total, value.nd_of(node))]  # type: ignore[arg-type]
