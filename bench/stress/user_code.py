@@ -40,7 +40,7 @@ from stress import user_code_cells as cells
 from stress.user_code_cells import Cell
 from stress.user_programs import PROGRAMS
 
-SECONDS = 20  # for each cell, and a minute beside
+SECONDS = 20  # for each cell, and a minute for all
 TOGETHER = 16  # cells that are tried first in one set of processes, which takes time to begin
 OUTCOMES = ("equal", "warned", "refused", "fault", "left out")  # each is worse than those before it, but the last
 WARNINGS = ("statistics of a micro-batch", "which has no effect")  # what says that a result may differ
@@ -61,7 +61,10 @@ def work(rank: int, ranks: int, folder: str, wanted: Sequence[Cell]) -> None:
     end_with_parent()
     torch.set_num_threads(1)
     if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+        store = dist.FileStore(f"{folder}/store", ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        store.set(f"connected {rank}", "")  # a rank may end at once: not before the others are connected to it
+        store.wait([f"connected {other}" for other in range(ranks)])
     Path(folder, f"{rank}.json").write_text(json.dumps([judged(cell, rank) for cell in wanted]))
     os._exit(0)  # without the farewell of a process group of which a rank may be gone
 

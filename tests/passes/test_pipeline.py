@@ -88,7 +88,7 @@ def nothing(graph: StepGraph) -> StepGraph:
 def run(monkeypatch: pytest.MonkeyPatch, *passes: Pass) -> tuple[list[str], list[Record]]:
     """After which passes the graph was verified, and the history."""
     seen: list[str] = []
-    monkeypatch.setattr(base, "verify", lambda graph, after="", is_final=True: seen.append(after))
+    monkeypatch.setattr(base, "verify", lambda graph, after="", is_final=True, known=None: seen.append(after))
     graph = verify(parse(RELU))
     pipeline = Pipeline(passes)
     pipeline(graph)
