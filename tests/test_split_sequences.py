@@ -335,7 +335,9 @@ def layer_graph(ranks: int, heads: tuple[int, int], way: str, length: int = 64, 
     return graph.compile(torch.empty(1, length, WIDTH, device="meta"))
 
 
-@pytest.mark.parametrize(("ranks", "keys"), [(2, 2), (2, 8), (4, 1), (8, 8)])
+@pytest.mark.parametrize(
+    ("ranks", "keys"), [(2, 8), (4, 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, 2), (8, 8)))]
+)
 def test_bytes_are_those_of_the_closed_forms(ranks: int, keys: int) -> None:
     of_queries, of_keys, share = 64 * 8 * DIM * 4, 64 * keys * DIM * 4, (ranks - 1) / ranks
     sent = transfers(layer_graph(ranks, (8, keys), "gather"))
@@ -361,7 +363,7 @@ def test_activations_are_held_in_as_many_pieces_as_there_are_ranks() -> None:
     [
         ("exchange", (8, 4), {"cp": 4}),
         ("gather", (8, 4), {"cp": 4}),
-        ("gather", (3, 3), {"cp": 4}),
+        pytest.param("gather", (3, 3), {"cp": 4}, marks=pytest.mark.slow),
         ("ring", (4, 2), {"cp": 4}),
         ("ring", (4, 2), {"co": 2, "ci": 2}),
     ],

@@ -235,6 +235,7 @@ def check_states_in_files_have_the_same_bits_and_are_those_of_the_own_stage() ->
     assert all(file.holds(x) for x in states if x.numel()) and 0 < held <= memory.host
 
 
+@slow
 def check_activations_wait_on_the_host_with_the_same_bits() -> None:
     """Between processes what arrives from another stage waits there too."""
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
@@ -343,6 +344,7 @@ def check_two_graphs_share_a_model() -> None:
     train(step, where)
 
 
+@slow
 def check_all_stages_make_a_step_without_room_for_rows_again() -> None:
     torch.manual_seed(0)
     model, marks = TwoLayers(shared=False), {"model.stem": 0, "model.first": 0, "model.second": 1, "model.head": 1}
@@ -407,6 +409,7 @@ def loss_alone(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x), y)
 
 
+@slow
 def check_models_on_the_meta_device() -> None:
     where = real()
     virtual = virtual_of(where)

@@ -386,7 +386,7 @@ CUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("make", CUTS)
+@pytest.mark.parametrize("make", [pytest.param(make, marks=[pytest.mark.slow] * (make is t5)) for make in CUTS])
 def test_models_of_transformers_compute_what_they_compute_without_stages(make: Callable[[], nn.Module]) -> None:
     """To the bit; T5 has skips, from the encoder and the first block's bias of positions to all blocks, and Llama has
     tables of positions that all blocks read: both go past stages."""
@@ -406,7 +406,7 @@ def test_a_tied_weight_is_cast_on_the_stage_that_has_it(stage: int) -> None:
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("make", [gpt2, t5])
+@pytest.mark.parametrize("make", [gpt2, pytest.param(t5, marks=pytest.mark.slow)])
 def test_tied_weights_differ_by_the_rounding_of_their_sum(make: Callable[..., nn.Module]) -> None:
     torch.set_default_dtype(torch.float64)
     try:

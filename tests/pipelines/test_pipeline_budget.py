@@ -94,7 +94,10 @@ def test_checkpoint_leaves_less_on_every_stage() -> None:
     assert held[0] < 0.4 * plain(1)[0].memory.activations
 
 
-@pytest.mark.parametrize(("schedule", "stages", "stage"), [("1f1b", 2, 0), ("interleaved", 4, 3), ("zb1p", 2, 3)])
+@pytest.mark.parametrize(
+    ("schedule", "stages", "stage"),
+    [("1f1b", 2, 0), ("interleaved", 4, 3), pytest.param("zb1p", 2, 3, marks=pytest.mark.slow)],
+)
 def test_what_is_computed_again_changes_no_bit(schedule: str, stages: int, stage: int) -> None:
     graph = graph_of(schedule, (2, 2), activations="checkpoint", stage=stage, stages=stages, clip=0.1)
     assert_same_bits(graph, trained_whole(stage))
@@ -163,6 +166,7 @@ def test_a_tight_budget_that_adds_up_in_parts_changes_no_bit() -> None:
     assert "in parts" in text and "added up whole" not in text and "computed again" in text
 
 
+@pytest.mark.slow
 def test_16_bit_casts_may_be_computed_again_beside_parameters_that_are_gathered_once() -> None:
     def compiled(budget: int | None) -> TrainGraph:
         torch.manual_seed(0)

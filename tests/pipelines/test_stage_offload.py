@@ -68,7 +68,7 @@ def offloaded(offload: bool, folder: Path | None = None, stages: int = 2, **opti
         (True, {"stage": 0, "schedule": "gpipe", "tied": True}),
         (False, {"stage": 1, "schedule": "zbv", "stages": 4, "clip": 0.1}),
         (True, {"stage": 2, "schedule": "1f1b", "clip": 0.1, "average": True, "tied": True}),
-        (True, {"stage": 3, "schedule": "zb1p", "scale": True}),
+        pytest.param(True, {"stage": 3, "schedule": "zb1p", "scale": True}, marks=pytest.mark.slow),
         (False, {"stage": 3, "optimizer": momentum, "clip": 0.1}),
     ],
 )
@@ -154,11 +154,19 @@ def least_of(**options: Any) -> int:
 @pytest.mark.parametrize(
     ("shares", "options"),  # shares of the bytes between the least that work and all, that may stay on the device
     [
-        ((0.0,), {"schedule": "gpipe", "stages": 2, "stage": 0}),
-        ((0.0, 0.5), {"schedule": "1f1b", "where": placement(4, 1), "stage": 1, "clip": 0.1, "optimizer": adamw}),
         ((0.0,), {"schedule": "zb1p", "where": placement(4, 1), "stage": 2}),
         ((0.0, 0.5), {"schedule": "zbv", "stage": 3, "clip": 0.1, "optimizer": adamw}),
-        ((0.0,), {"schedule": "interleaved", "stage": 2}),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ((0.0,), {"schedule": "gpipe", "stages": 2, "stage": 0}),
+                (
+                    (0.0, 0.5),
+                    {"schedule": "1f1b", "where": placement(4, 1), "stage": 1, "clip": 0.1, "optimizer": adamw},
+                ),
+                ((0.0,), {"schedule": "interleaved", "stage": 2}),
+            )
+        ),
     ],
 )
 @pytest.mark.at_once
