@@ -22,6 +22,7 @@ import re
 import runpy
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -113,9 +114,22 @@ def accepted(page: str, printed: list[str]) -> str:
 
 def run(path: pathlib.Path) -> list[str]:
     """Run the python blocks of a page in a fresh process; the output of each.  Raises AssertionError if one fails."""
+    found: list[str] = json.loads(_outcome_of(_run_here, path, "printed.json", "a block of "))
+    return found
+
+
+def printed_by(script: pathlib.Path) -> str:
+    """The output of a script that starts ranks, in a fresh process from which these are forked: none loads torch."""
+    return _outcome_of(_run_script, script, "printed.txt")
+
+
+def _outcome_of(
+    target: Callable[[pathlib.Path, pathlib.Path], None], path: pathlib.Path, file: str, part: str = ""
+) -> str:
+    """What ``target(path, folder)`` leaves in a file of the folder, in a fresh process; it must end in time."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        process = context().Process(target=_run_here, args=(path, folder))
+        process = context().Process(target=target, args=(path, folder))
         process.start()
         try:
             process.join(SECONDS)
@@ -123,25 +137,8 @@ def run(path: pathlib.Path) -> list[str]:
             process.kill()
             process.join()
         where, said = path.relative_to(ROOT), (folder / "errors.txt").read_text(encoding="utf-8")[-4000:]
-        assert process.exitcode == 0, f"a block of {where} failed, or took more than {SECONDS} s\n{said}"
-        found: list[str] = json.loads((folder / "printed.json").read_text(encoding="utf-8"))
-    return found
-
-
-def printed_by(script: pathlib.Path) -> str:
-    """The output of a script that starts ranks, in a fresh process from which these are forked: none loads torch."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        process = context().Process(target=_run_script, args=(script, folder))
-        process.start()
-        try:
-            process.join(SECONDS)
-        finally:
-            process.kill()
-            process.join()
-        said = (folder / "errors.txt").read_text(encoding="utf-8")[-4000:]
-        assert process.exitcode == 0, f"{script.relative_to(ROOT)} failed, or took more than {SECONDS} s\n{said}"
-        return (folder / "printed.txt").read_text(encoding="utf-8")
+        assert process.exitcode == 0, f"{part}{where} failed, or took more than {SECONDS} s\n{said}"
+        return (folder / file).read_text(encoding="utf-8")
 
 
 def _run_script(script: pathlib.Path, folder: pathlib.Path) -> None:

@@ -2,8 +2,7 @@
 
 One walk in program order.  Gone are: detach, alias, lifted copies, copies and clones that change nothing, views that
 give back what an earlier view was made of, chains of views, device arguments, and operands that give a new tensor its
-dtype alone.  Every size of a view is a plain
-number.  It works with the fakes in ``meta["val"]``, which know strides.
+dtype alone.  Every size of a view is a plain number.  It works with the fakes in ``meta["val"]``, which know strides.
 """
 
 from __future__ import annotations
