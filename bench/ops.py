@@ -18,13 +18,15 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from _run import markdown, options_of
 from layouts import BATCH, CASES, LAYOUTS, MODELS, graph_of
-from op_calls import Call, op_samples
 from torch import Tensor, fx, nn
+from torch.testing._internal import common_utils
+from torch.testing._internal.common_utils import set_rng_seed
 from torch.utils import _pytree as pytree
 
 from graphzero.capture import Captured, Input, Inputs, Step, capture
@@ -52,8 +54,17 @@ RANKS = (2, 3)
 PLACE = placement("cpu", range(1))
 
 
-class AtenCall(Call):
+@dataclass(frozen=True)
+class AtenCall:
     """One call of an op in a step, with its values."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
 
     def key(self) -> Any:
         return self.op, str(_metas((self.args, self.kwargs)))
@@ -163,9 +174,30 @@ def _placed(node: fx.Node, captured: Captured, given: dict[str, Tensor], held: d
     return given[role.of] if role.kind == "batch" else held[role.of]
 
 
+@cache
+def operators() -> list[Any]:
+    """PyTorch's own operators with their samples, which take seconds to import."""
+    from torch.testing._internal import common_methods_invocations as invocations
+    from torch.testing._internal.opinfo import core
+
+    invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)  # a step sets no seed
+    common_utils.extract_test_fn = core.extract_test_fn = lambda: None  # it looks for a unittest in the stack: slow
+    return invocations.op_db
+
+
+def op_samples(dtype: torch.dtype, most: int, every: int) -> Iterator[tuple[Any, Any]]:
+    """PyTorch's operators that take ``dtype``, every n-th, each with up to ``most`` of its samples."""
+    for info in [info for info in operators() if dtype in info.supported_dtypes("cpu")][::every]:
+        differs = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu") and not dtype.is_complex
+        set_rng_seed(0)  # once: PyTorch would do it before each sample, on devices that are not there too
+        samples = list(info.sample_inputs("cpu", dtype, requires_grad=differs, set_seed=False))
+        for sample in samples[:: max(len(samples) // most, 1)][:most]:
+            yield info, sample
+
+
 def steps(dtype: torch.dtype, every: int = 1, most: int = 4) -> Iterator[Sampled]:
     """Of every ``every``-th operator that takes ``dtype``, up to ``most`` samples that PyTorch itself runs."""
-    for info, sample in op_samples(dtype, most, every, is_differentiated=not dtype.is_complex):
+    for info, sample in op_samples(dtype, most, every):
         try:
             yield Sampled(info, sample)
         except (RuntimeError, TypeError, NotImplementedError, AssertionError):

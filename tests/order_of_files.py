@@ -4,7 +4,7 @@
 LONGEST = (
     "test_docs.py", "test_stage_processes.py", "test_ops.py", "test_nd_processes.py", "test_resume.py",
     "test_layouts.py", "test_random_layouts.py", "test_user_code.py", "test_parallelized_modules.py", "test_search.py",
-    "test_inductor.py", "test_out_forms.py", "test_exchanged_experts.py", "test_peers.py", "test_files_processes.py",
+    "test_inductor.py", "test_exchanged_experts.py", "test_peers.py", "test_files_processes.py",
     "test_state_processes.py", "test_split_sequences.py", "test_compiled_code.py", "test_too_large.py",
     "test_micro_batches.py", "test_stage_failures.py", "test_staged_parity.py", "test_masked_sequences.py",
     "test_offload_activations.py", "test_auto_stages.py", "test_pipeline_budget.py", "test_examples.py",

@@ -1,9 +1,8 @@
 """Forms of ops that write where they are told, and how their kernels take what they are told to write into.
 
-Torch does not say it: some kernels ignore strides, some resize, some write elsewhere.  So it is measured:
-``python bench/out_forms.py`` runs every op of PyTorch's own operator samples in every form and compares with the tables
-below, which ``--table`` prints.  An op that is in none of them has been seen to go wrong, or has not been tried: it
-finds memory by itself.
+Torch does not say it: some kernels ignore strides, some resize, some write elsewhere.  So it was measured, on
+PyTorch's own operator samples; ``tests/runtime/test_kernels.py`` tries every op of the tables below in every form.  An
+op that is in none of them has been seen to go wrong, or has not been tried: it finds memory by itself.
 """
 
 from __future__ import annotations
