@@ -84,9 +84,9 @@ test-torch: .venv-torch-$(TORCH)/.ready
 		-e ".[examples,dev]" torch==$*
 	@touch $@
 
-# Step time, memory, first step, overhead and scaling beside DDP, FSDP2 and DeepSpeed on gloo ranks: runs the commands
-# above the tables of bench/results and docs/, and writes these.  Wants idle cores and more than an hour; goes on where
-# it was.  DeepSpeed is left out where it does not install.
+# Step time and memory beside DDP, FSDP2 and DeepSpeed on gloo ranks: runs the commands above the tables of
+# bench/results/step_time.md, and writes these.  Wants idle cores, for long; goes on where it was.  DeepSpeed is left out
+# where it does not install.
 bench: $(READY)
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
 	$(BIN)/python bench/tables.py

@@ -73,19 +73,11 @@ def in_fresh_process(script: str, *args: Any, seconds: float | None = None) -> A
     A measurement of memory or of seconds is then not that of what ran before.  seconds: after which it is ended, with
     subprocess.TimeoutExpired.
     """
-    return json.loads(_output(str(HERE / script), *map(str, args), seconds=seconds).splitlines()[-1])
-
-
-def in_python(text: str) -> str:
-    """Output of a new Python process that runs ``text``."""
-    return _output("-c", text)
-
-
-def _output(*args: str, seconds: float | None = None) -> str:
-    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=seconds)
+    words = [str(HERE / script), *map(str, args)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=seconds)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(args)} failed:\n{done.stderr}")
-    return done.stdout
+        raise RuntimeError(f"{' '.join(words)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def in_child(find: Callable[[], Found], wall: int, cpu: int = -1, nbytes: int = -1) -> tuple[Found | None, str, Any]:

@@ -7,11 +7,6 @@ Each system has fresh processes.  It first trains a toy, so that imports, code a
 what the process then holds, before the model is made, the high-water mark of the kernel (VmHWM) is counted: to the end
 of the first step, which captures or compiles, and over the steps after it.  What is freed goes back to the kernel at
 once, so that the mark is of memory in use.
-
-A plan says the bytes of tensors.  What a process needs beside them is measured on a thin model, of as many operators on
-hardly any numbers, in processes of its own: its mark less what its plan says is *fixed*, the program and its records,
-stacks, buffers of libraries.  What the model's own mark has beyond plan and fixed are workspaces of kernels that grow
-with sizes, and pages that are partly in use.
 """
 
 from __future__ import annotations
@@ -28,30 +23,21 @@ from pathlib import Path
 
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of, save
-from parity import TrainGraph
 from systems import BASE, add_options, mean, named, names_of
-from workloads import PLAIN, THIN_WORKLOADS, WORKLOADS, Variant
+from workloads import PLAIN, WORKLOADS, Variant
 
 STEPS = 6
 CLEAR = Path("/proc/self/clear_refs")
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}  # bytes; read when a process starts
 BASES = (BASE, "DDP", "FSDP2")
-BESIDE = ("planned, MB", "fixed, MB", "peak to both")
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes above what the process held before: until the first step's end, over later steps; what the plan says, and
-    what a thin model holds beyond its plan."""
+    """Bytes above what the process held before: until the first step's end, and over later steps."""
 
     first: int
     later: int
-    planned: int | None
-    fixed: int | None = None
-
-    @property
-    def expected(self) -> int | None:
-        return None if self.planned is None or self.fixed is None else self.planned + self.fixed
 
 
 def main() -> None:
@@ -66,11 +52,7 @@ def main() -> None:
     os.environ.update(MALLOC)
     found = {}
     for name in names_of(options):
-        one = on_gloo(options.ranks, measure, name, options.model, variant)
-        if one.planned is not None:
-            thin = on_gloo(options.ranks, measure, name, options.model, variant, True)
-            one = replace(one, fixed=thin.later - thin.planned)
-        found[name] = one
+        found[name] = on_gloo(options.ranks, measure, name, options.model, variant)
         print(".", end="", file=sys.stderr, flush=True)
     if options.save:
         peaks = {name: asdict(one) for name, one in found.items()}
@@ -83,24 +65,17 @@ def table(found: Mapping[str, Peak]) -> str:
     rows = []
     for name, one in found.items():
         ratios = [f"{one.later / found[base].later:.2f}" for base in bases]
-        rows.append([name, mb(one.later), *ratios, *beside(one), mb(one.first)])
-    head = ["", "peak, MB", *(f"to {base}" for base in bases), *BESIDE, "first step, MB"]
+        rows.append([name, mb(one.later), *ratios, mb(one.first)])
+    head = ["", "peak, MB", *(f"to {base}" for base in bases), "first step, MB"]
     return markdown(head, rows)
-
-
-def beside(one: Peak) -> list[str]:
-    """The cells under ``BESIDE``."""
-    if one.planned is None or one.fixed is None or one.expected is None:
-        return ["-"] * len(BESIDE)
-    return [mb(one.planned), mb(one.fixed), f"{one.later / one.expected:.2f}"]
 
 
 def mb(nbytes: int) -> str:
     return f"{nbytes / 1e6:.1f}"
 
 
-def measure(rank: int, name: str, model: str, variant: Variant = PLAIN, thin: bool = False) -> Peak:
-    """Every rank: train a toy, then the model, or its thin form."""
+def measure(rank: int, name: str, model: str, variant: Variant = PLAIN) -> Peak:
+    """Every rank: train a toy, then the model."""
     system, ranks = named(name), dist.get_world_size()
     toy = WORKLOADS["toy conv" if "conv" in model else "toy"]
     toy = variant.apply(replace(toy, share=toy.share * variant.micro_batches))
@@ -108,7 +83,7 @@ def measure(rank: int, name: str, model: str, variant: Variant = PLAIN, thin: bo
     for i in range(3):
         mean(step(*toy.part(i, rank, ranks)))
     del step
-    workload = variant.apply((THIN_WORKLOADS if thin else WORKLOADS)[model])
+    workload = variant.apply(WORKLOADS[model])
     batches = [workload.part(i, rank, ranks) for i in range(STEPS)]
     dist.barrier()
     before = reset()
@@ -118,8 +93,7 @@ def measure(rank: int, name: str, model: str, variant: Variant = PLAIN, thin: bo
     reset()
     for batch in batches[1:]:
         mean(step(*batch))
-    planned = step.plan.memory.peak if isinstance(step, TrainGraph) else None
-    return Peak(first, high_water() - before, planned)
+    return Peak(first, high_water() - before)
 
 
 def give_back() -> None:

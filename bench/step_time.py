@@ -4,8 +4,6 @@
     python bench/step_time.py --model B     # one of 24 M; conv is a convolutional network
     python bench/step_time.py --micro-batches 4
     python bench/step_time.py --precision bfloat16 --also "graphzero + bfloat16 masters"
-    python bench/step_time.py --profile     # where the seconds of each stage of ZeRO go
-    python bench/step_time.py --scaling --ranks 4    # on 1, 2 and 4 ranks; --strong: also with one batch for all
 
 All train the same model on the same data in the same processes, with AdamW, fused for the peers.  Rounds alternate, in
 another order each, so that whatever else the machine does meets all of them; a round's first step does not count.
@@ -13,14 +11,6 @@ Seconds are of rank 0's steps.  A ratio is taken round by round, of the rounds' 
 rounds and its quartiles.  *CPU* are the processor's seconds in a step, of all threads of a rank, mean over ranks: a
 rank that sleeps until another has come uses none, and other work on the machine changes them less.  The last column is
 how far losses are from DDP's over all steps.
-
---profile: rank 0's seconds by ``gz.testing.profile_step``, line by line of the program, means over steps, while stages
-take turns: compute, communication by kind, waiting, copies, overhead.
-
---scaling: each rank has its own share of the batch.  Ranks beyond the cores share them, so that efficiency falls with
-the cores and not with the system: "of cores" counts cores in place of ranks, and the processor's seconds for a sample
-show what is added.  What ``graphzero plan`` says of ranks that are not there stands beside measured steps in
-plan_accuracy.py.
 """
 
 from __future__ import annotations
@@ -31,24 +21,20 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
 from _run import average, markdown, on_gloo, options_of, save
-from systems import BASE, add_options, graph, mean, named, names_of
+from systems import BASE, add_options, mean, named, names_of
 from workloads import PLAIN, WORKLOADS, Variant
 
-import graphzero as gz
 from graphzero.runtime.transport.shared_memory_connect import SWITCH
-from graphzero.testing.timer import StepTimes
 
 BASES = (BASE, "DDP", "FSDP2")
 BATCHES = 8
 # the environment of processes that keep what they free; glibc reads it when a process starts
 KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-SCALED = ["graphzero", BASE, "FSDP2"]  # the systems of --scaling by default
 SENT, KEPT = ", which send through gloo", ", freed memory kept in all"
 
 
@@ -94,9 +80,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
     parser.add_argument("--ranks", type=int, default=2)
     Variant.add_options(parser)
-    parser.add_argument("--profile", action="store_true", help="of graphzero's stages, where a step's time goes")
-    parser.add_argument("--scaling", action="store_true", help="on 1, 2, 4 ... ranks, and up to --ranks")
-    parser.add_argument("--strong", action="store_true", help="--scaling with one batch for all too: of the most ranks")
     parser.add_argument("--gloo", action="store_true", help="graphzero sends through gloo, as between hosts")
     parser.add_argument("--keep-memory", action="store_true", help="processes keep what is freed, for all systems")
     return options_of(parser)
@@ -108,12 +91,8 @@ def main() -> None:
         os.environ.update(KEPT_MEMORY)
     if options.gloo:
         os.environ[SWITCH] = "gloo"
-    (show_profile if options.profile else show_scaling if options.scaling else show_times)(options)
-
-
-def show_times(options: argparse.Namespace) -> None:
     names, variant = names_of(options), Variant.from_options(options)
-    found = on_gloo(options.ranks, work, options.model, names, options.rounds, options.steps, 0, variant)
+    found = on_gloo(options.ranks, work, options.model, names, options.rounds, options.steps, variant)
     about = variant.apply(WORKLOADS[options.model]).describe(options.ranks)
     about += SENT * options.gloo + KEPT * options.keep_memory
     about += f"; {options.rounds} rounds of {options.steps - 1} counted steps"
@@ -150,15 +129,11 @@ def apart(one: Timed, found: Mapping[str, Timed]) -> str:
 
 
 def work(
-    rank: int, model: str, names: list[str], rounds: int, steps: int, share: int = 0, variant: Variant = PLAIN
+    rank: int, model: str, names: list[str], rounds: int, steps: int, variant: Variant = PLAIN
 ) -> dict[str, Timed]:  # fmt: skip
-    """Every rank: alternate rounds of all systems.
-
-    share: samples a rank, where not as many as the workload says.
-    """
+    """Every rank: alternate rounds of all systems."""
     ranks = dist.get_world_size()
     workload = variant.apply(WORKLOADS[model])
-    workload = replace(workload, share=share or workload.share)
     batches = [workload.part(step, rank, ranks) for step in range(BATCHES)]
     running = {name: named(name).begin(workload) for name in names}
     return time_in_turn(running, batches, rounds, steps, mean)
@@ -199,91 +174,6 @@ def time_in_turn(
                     cpu[name][-1].append(time.process_time() - used)
                 losses[name].append(loss_of(result))
     return {name: Timed(seconds[name], average(cpu[name]), losses[name]) for name in names}
-
-
-# ---- on several numbers of ranks
-
-
-def show_scaling(options: argparse.Namespace) -> None:
-    options.systems = options.systems or SCALED
-    names, model = names_of(options), options.model
-    ranks = sorted({options.ranks, *(2**i for i in range(options.ranks.bit_length()) if 2**i < options.ranks)})
-    share, total = WORKLOADS[model].share, WORKLOADS[model].share * ranks[-1]
-    weak = {n: on_gloo(n, work, model, names, options.rounds, options.steps) for n in ranks}
-    about = f"{WORKLOADS[model].describe(ranks[-1])}, {CORES} cores; {share} samples a rank:"
-    parts = [about, scaling_table(weak, lambda n: share * n)]
-    if options.strong:
-        strong = {n: on_gloo(n, work, model, names, options.rounds, options.steps, total // n) for n in ranks}
-        parts += [f"The same, {total} samples for all ranks together:", scaling_table(strong, lambda n: total)]
-    text = "\n\n".join(parts)
-    print(text)
-    if options.save:
-        save(options.save, f"{model}, scaling", "scaling", text)
-
-
-def scaling_table(found: Mapping[int, Mapping[str, Timed]], samples: Callable[[int], int]) -> str:
-    """found: by ranks and system.  samples: of a step, by ranks."""
-    base = min(found)
-    more = [n for n in found if n != base]
-    rows = []
-    for name in found[base]:
-        rate = {n: samples(n) / one[name].median for n, one in found.items()}
-        cells = [f"{rate[n]:.1f}" for n in found]
-        cells += [f"{rate[n] / rate[base] * base / n:.2f}" for n in more]
-        cells += [f"{rate[n] / rate[base] * min(base, CORES) / min(n, CORES):.2f}" for n in more if n > CORES]
-        cells += [ms(n * one[name].median_cpu / samples(n)) for n, one in found.items()]
-        rows.append([name, *cells])
-    head = [f"samples/s, {n} rank{'s' if n > 1 else ''}" for n in found] + [f"efficiency, {n}" for n in more]
-    head += [f"of cores, {n}" for n in more if n > CORES] + [f"CPU ms a sample, {n}" for n in found]
-    return markdown(["", *head], rows)
-
-
-# ---- where the seconds of a step go
-
-KINDS = ("compute", "communication", "copies", "overhead")  # in the order of the table
-
-
-def show_profile(options: argparse.Namespace) -> None:
-    variant = Variant.from_options(options)
-    table = profile_table(on_gloo(options.ranks, profile, options.model, options.rounds, options.steps, variant))
-    about = variant.apply(WORKLOADS[options.model]).describe(options.ranks)
-    print(f"{about}; milliseconds of a step\n\n{table}")
-    if options.save:
-        save(options.save, f"{options.model}, {options.ranks} ranks{variant.title}", "profile", table)
-
-
-def profile_table(found: Mapping[str, StepTimes]) -> str:
-    kinds = sorted({kind for times in found.values() for kind in times.seconds}, key=_kind_order)
-    rows = [
-        [f"{what}: {detail}", *(_ms(times.seconds.get((what, detail), 0.0) / times.calls) for times in found.values())]
-        for what, detail in kinds
-    ]
-    rows += [[f"all {what}", *(_ms(times.seconds_for(what)) for times in found.values())] for what in KINDS]
-    rows.append(["all", *(_ms(times.total) for times in found.values())])
-    return markdown(["", *found], rows)
-
-
-def _kind_order(kind: tuple[str, str]) -> tuple[int, tuple[str, str]]:
-    return KINDS.index(kind[0]), kind
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f}" if seconds else "-"
-
-
-def profile(rank: int, model: str, rounds: int, steps: int, variant: Variant = PLAIN) -> dict[str, StepTimes]:
-    """Every rank: profile the stages in turns."""
-    workload = variant.apply(WORKLOADS[model])
-    batches = [workload.part(step, rank, dist.get_world_size()) for step in range(steps)]
-    graphs = {f"stage {stage}": graph(stage, workload) for stage in range(4)}
-    found = {name: StepTimes() for name in graphs}
-    for turn in range(rounds + 1):
-        for name, step in graphs.items():
-            dist.barrier()
-            step(*batches[0])  # compiles in the first turn, and fills the caches after the other stages
-            for batch in batches[1:] if turn else []:
-                gz.testing.profile_step(step, *batch, times=found[name])
-    return found
 
 
 if __name__ == "__main__":

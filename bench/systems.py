@@ -225,12 +225,11 @@ def named(name: str) -> System:
     return system
 
 
-def add_options(parser: ArgumentParser, shown: Sequence[str] | None = None) -> None:
-    """Options of comparisons of systems; shown: those that are measured by default, where not all are."""
-    default = f"by default {', '.join(shown)}; " if shown else ""
+def add_options(parser: ArgumentParser) -> None:
+    """Options of comparisons of systems."""
     names = ", ".join(s.name for s in SYSTEMS)
     parser.add_argument("--model", choices=WORKLOADS, default="A")
-    parser.add_argument("--systems", nargs="+", metavar="NAME", default=shown, help=f"{default}of {names}")
+    parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {names}")
     parser.add_argument("--also", nargs="+", metavar="NAME", default=[], help="systems that are measured where named")
     parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
 

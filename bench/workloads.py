@@ -196,18 +196,8 @@ def convnet(widths: tuple[int, ...], share: int, side: int) -> Workload:
     return Workload(what, partial(ConvNet, widths), partial(images, side=side), share)
 
 
-def thin(shape: Shape) -> Shape:
-    """As many layers and heads, hardly any numbers."""
-    return replace(shape, vocabulary=64, width=8 * shape.heads, context=16)
-
-
 WORKLOADS = {
     **{name: gpt(shape) for name, shape in SHAPES.items()},
     "toy conv": convnet((8, 16), share=2, side=8),
     "conv": convnet((64, 128, 256, 384), share=8, side=24),
-}
-THIN_WORKLOADS = {  # the same operators on small tensors: what a step costs whatever the sizes
-    **{name: gpt(thin(shape)) for name, shape in SHAPES.items()},
-    "toy conv": convnet((8, 16), share=2, side=8),
-    "conv": convnet((8, 16, 24, 32), share=8, side=8),
 }

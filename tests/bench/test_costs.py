@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import grid
-import overhead
 import pytest
 from models import CASES
 
@@ -48,10 +47,9 @@ def test_batch_norm_moves_statistics_and_no_activations(stage):
 
 @pytest.mark.parametrize(
     ("script", "options"),
-    [(grid, "memory --models mlp"), (grid, "traffic --models mlp"), (overhead, "--parameters 10 --calls 5")],
+    [(grid, "memory --models mlp"), (grid, "traffic --models mlp")],
     ids=lambda one: getattr(one, "__name__", one),
 )
-@pytest.mark.filterwarnings("ignore:.*no gradient reaches")
 def test_a_benchmark_of_one_process_prints_a_table(script, options, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [script.__name__, *options.split()])
     assert not script.main()
@@ -77,10 +75,7 @@ def same_environment():
         "compile_time gpt2 --layers 1",
         "compile_time llama --layers 1",
         "step_time --model toy --rounds 1 --steps 3 --ranks 1 --systems 'graphzero, stage 3' DDP",
-        "step_time --profile --model toy --rounds 1 --steps 2 --ranks 1",
         "peak_memory --model toy --ranks 1 --systems 'graphzero, stage 1'",
-        "first_step --model toy --systems 'graphzero, stage 1' --starts 1 --ranks 1",
-        "step_time --scaling --model toy --systems DDP --rounds 1 --steps 2 --ranks 1",
     ],
 )
 def test_a_benchmark_of_several_processes_prints_a_table(command, monkeypatch, capsys):

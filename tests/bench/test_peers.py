@@ -11,7 +11,7 @@ import step_time
 import torch
 from _run import on_gloo
 from systems import BASE, EARLY, SYSTEMS, System, chosen
-from workloads import THIN_WORKLOADS, WORKLOADS
+from workloads import WORKLOADS
 
 COMPILED = (BASE, "graphzero + inductor, stage 2")  # other stages: tests/runtime; what else compiles costs a minute
 PLAIN = [
@@ -62,13 +62,6 @@ def test_a_ratio_is_taken_round_by_round_so_that_a_slow_round_does_not_count():
     assert one.fastest == 1.2
 
 
-def test_efficiency_is_of_ranks_and_beyond_the_cores_of_cores(monkeypatch):
-    monkeypatch.setattr(step_time, "CORES", 2)
-    found = {n: {"a": step_time.Timed([[float(max(n, 2))]], [[1.0]], [])} for n in (1, 2, 4)}
-    cells = [cell.strip() for cell in step_time.scaling_table(found, lambda n: 8 * n).splitlines()[2].split("|")[2:-1]]
-    assert cells == ["4.0", "8.0", "8.0", "1.00", "0.50", "1.00", "125.0", "125.0", "125.0"]
-
-
 def test_a_system_that_is_not_installed_is_left_out_with_a_word():
     assert "no module no_such_module" in (
         System("Other", 0, lambda workload: torch.clone, "no_such_module").missing or ""
@@ -103,15 +96,3 @@ def test_the_high_water_mark_holds_what_was_freed_since_and_begins_anew():
     grown = peak_memory.high_water() - before
     assert 31 * 2**20 <= grown < 40 * 2**20  # the kernel counts pages with a delay
     assert peak_memory.reset() - before < 8 * 2**20
-
-
-def test_a_thin_model_runs_the_same_operators_on_hardly_any_numbers():
-    for name, workload in THIN_WORKLOADS.items():
-        real, thin = WORKLOADS[name].model(), workload.model()
-        assert [type(m) for m in thin.modules()] == [type(m) for m in real.modules()]
-        assert sum(p.nbytes for p in thin.parameters()) < 10**6
-
-
-def test_what_a_plan_leaves_out_is_what_a_thin_model_holds_beyond_its_own():
-    assert peak_memory.beside(peak_memory.Peak(first=0, later=110, planned=80, fixed=20)) == ["0.0", "0.0", "1.10"]
-    assert peak_memory.beside(peak_memory.Peak(first=0, later=110, planned=None)) == ["-", "-", "-"]

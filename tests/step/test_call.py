@@ -1,11 +1,15 @@
 """A call is read once, and whoever else looks at a step is given that record."""
 
+import sys
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 
 import graphzero as gz
 from graphzero.ir.value import Role
+from graphzero.runtime.state import partial_update
 from graphzero.step.build_inputs import BuildInputReader
 
 
@@ -98,3 +102,40 @@ def test_a_split_tensor_of_the_shape_of_a_plain_share_is_not_taken_for_a_larger_
         for x, shape in ((torch.zeros(4, 3), (8, 3)), (whole, (4, 3)), (torch.zeros(4, 3), (8, 3))):
             (leaf,) = reader.read_inputs((x,), {}, {}).leaves
             assert tuple(x.shape) == (4, 3) and leaf.shape == shape and leaf.nd == (gz.sbp.S(0),)
+
+
+class FirstOfMany(gz.Graph):
+    """Trains one of many layers; the optimizer has all parameters."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(gz.placement("cpu", range(1), virtual=True))
+        self.layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(layers))
+        self.add_optimizer(torch.optim.AdamW(self.layers.parameters()))
+
+    def build(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.layers[0](x).mean()
+        loss.backward()
+        return loss
+
+
+def python_calls(graph: gz.Graph, x: torch.Tensor) -> Counter[str]:
+    """How often each Python function is called by one call of ``graph``."""
+    calls: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, _: calls.update([frame.f_code.co_name] if event == "call" else []))
+    try:
+        graph(x)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.filterwarnings("ignore:.*no gradient reaches")
+def test_a_call_runs_no_python_function_per_parameter(monkeypatch):
+    monkeypatch.setattr(partial_update, "_marks", {})  # other tests may have left some, and then each call looks at all
+    x, found = torch.zeros(2, 1), []
+    for layers in (4, 32):
+        graph = FirstOfMany(layers)
+        for _ in range(3):
+            graph(x)
+        found.append(python_calls(graph, x))
+    assert found[0] == found[1] and found[0]["build"] == 0 < found[0].total()
