@@ -24,7 +24,6 @@ from _ranks import start_as_torchrun
 
 from graphzero import _compat
 
-Key = TypeVar("Key")
 Found = TypeVar("Found")
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "examples"))  # measure.py is shared with the examples
@@ -129,26 +128,6 @@ def slowest_seconds(run: Callable[[], Any]) -> float:
     seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
-
-
-def processor_seconds(run: Callable[[], Any]) -> float:
-    began = time.process_time()
-    run()
-    return time.process_time() - began
-
-
-def take_turns(
-    calls: Mapping[Key, Callable[[], Any]],
-    rounds: int,
-    seconds_of: Callable[[Callable[[], Any]], float] = processor_seconds,
-    first: int = 2,
-) -> dict[Key, list[float]]:
-    """Seconds of each call round by round, after ``first`` rounds that do not count."""
-    found: dict[Key, list[float]] = {key: [] for key in calls}
-    for _ in range(first + rounds):
-        for key, call in calls.items():
-            found[key].append(seconds_of(call))
-    return {key: seconds[first:] for key, seconds in found.items()}
 
 
 def save(file: str, run: str, part: str, figures: Any) -> None:

@@ -88,7 +88,7 @@ def measure_gpt2(layers: int, ranks: int, stage: int) -> dict[str, Any]:
 
 def measure_llama(layers: int, ranks: int, stage: int) -> dict[str, Any]:
     """As rank 0 of a job of (ranks / TP) x TP processes; the batch is one sequence for each data-parallel rank."""
-    model, ids = WithLoss(published_llama("7B", layers)), torch.zeros(1, 2048, dtype=torch.long, device="meta")
+    model, ids = WithLoss(published_llama(layers)), torch.zeros(1, 2048, dtype=torch.long, device="meta")
     with gz.testing.fake_world(ranks):
         place = gz.placement("cpu", torch.arange(ranks).reshape(-1, TP).tolist(), names=("dp", "tp"))
         parallelise(model, MEGATRON, place)

@@ -170,49 +170,13 @@ def llama(layers: int = 2, width: int = 32, heads: int = 4, vocabulary: int = 96
     )  # fmt: skip
 
 
-LLAMAS: dict[str, dict[str, Any]] = {  # beside the defaults of transformers' LlamaConfig, which are those of 7B
-    "7B": {},
-    "8B": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "vocab_size": 128256, "rope_theta": 500000.0,
-    },
-    "70B": {
-        "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8,
-        "vocab_size": 128256, "rope_theta": 500000.0,
-    },
-}  # fmt: skip
-
-
-def published_llama(size: str, layers: int, context: int = 2048, recomputed: bool = False) -> nn.Module:
-    """Llama of a published size on the meta device, without a loss; ``recomputed``: each layer again in backward."""
+def published_llama(layers: int) -> nn.Module:
+    """Llama 7B with so many layers on the meta device, without a loss."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        **LLAMAS[size], num_hidden_layers=layers, max_position_embeddings=context, use_cache=False, bos_token_id=0,
-        eos_token_id=0,
-    )  # fmt: skip
+    config = LlamaConfig(num_hidden_layers=layers, use_cache=False, bos_token_id=0, eos_token_id=0)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    if recomputed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-    return model
-
-
-def published_qwen3moe(**sizes: int) -> WithOwnLoss:
-    """Qwen3-MoE with experts' products as one op each; sizes: beside those of Qwen3-30B-A3B."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    published = {
-        "vocab_size": 151936, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "max_position_embeddings": 40960,
-    }  # fmt: skip
-    config = Qwen3MoeConfig(**published | sizes, use_cache=False)
-    return WithOwnLoss(
-        AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, experts_implementation="grouped_mm", attn_implementation="sdpa"
-        )
-    )
+        return LlamaForCausalLM(config)
 
 
 def qwen3moe(

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of
-from models import published_qwen3moe
+from models import WithOwnLoss
 from parity import TrainGraph
 from step_time import Timed, apart, ms, time_in_turn
 from systems import adamw, import_deepspeed, mean
@@ -133,15 +133,23 @@ def sequences_of(options: argparse.Namespace) -> list[Batch]:
 
 # ---- experts
 
-SMALL = {
-    "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 32, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 2,
-}  # fmt: skip
+VOCABULARY = 2048
 
 
 def small_mixture() -> nn.Module:
+    """Qwen3-MoE with experts' products as one op each."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=32, moe_intermediate_size=256, num_experts=16, num_experts_per_tok=2, use_cache=False,
+        max_position_embeddings=40960,
+    )  # fmt: skip
     torch.manual_seed(0)
-    return published_qwen3moe(**SMALL)
+    make = AutoModelForCausalLM.from_config
+    return WithOwnLoss(
+        make(config, dtype=torch.float32, experts_implementation="grouped_mm", attn_implementation="sdpa")
+    )
 
 
 def split_experts(options: argparse.Namespace, way: str, room: float) -> Step:
@@ -166,7 +174,7 @@ EXPERTS: dict[str, Begin] = {
 
 def tokens_of_rank(options: argparse.Namespace) -> list[Batch]:
     generator, size = torch.Generator().manual_seed(dist.get_rank()), (options.batch, options.length or 256)
-    return [(ids, ids) for ids in (torch.randint(SMALL["vocab_size"], size, generator=generator) for _ in range(4))]
+    return [(ids, ids) for ids in (torch.randint(VOCABULARY, size, generator=generator) for _ in range(4))]
 
 
 # ---- the command

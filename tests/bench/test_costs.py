@@ -71,7 +71,6 @@ def same_environment():
     "command",
     [
         "grid parity --models mlp --virtual 2 --gloo",
-        "plans paper --layers 1",
         "compile_time gpt2 --layers 1",
         "compile_time llama --layers 1",
         "step_time --model toy --rounds 1 --steps 3 --ranks 1 --systems 'graphzero, stage 3' DDP",
