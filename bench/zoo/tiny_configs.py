@@ -266,28 +266,3 @@ def _parts_agree(made: dict[str, Any]) -> None:
         if isinstance(part, dict) and part is not text:
             said = ("out_hidden_size", "text_hidden_size", "text_dim", "llm_hidden_size")
             part.update({key: text["hidden_size"] for key in said if key in part})
-
-
-def shrunk_arguments(given: Mapping[str, Any], narrow: bool) -> dict[str, Any]:
-    """A model's keyword arguments with few layers, and where ``narrow`` small widths."""
-    made = {}
-    for key, value in given.items():
-        if re.search(r"^(depths?|layers|num_layers|num_blocks)$", key):
-            made[key] = _ones(value) if isinstance(value, list | tuple) else min(value, LAYERS)
-        elif narrow and re.search(r"^(embed_dims?|dims?|channels|num_features|base_dim)$", key):
-            made[key] = _narrow(value)
-        elif narrow and re.search(r"^(num_heads|heads)$", key):
-            made[key] = _narrow(value, 3, 1)
-        else:
-            made[key] = value
-    return made
-
-
-def _ones(value: Any) -> Any:
-    return type(value)(_ones(x) if isinstance(x, list | tuple) else min(x, 1) for x in value)
-
-
-def _narrow(value: Any, by: int = 4, least: int = 16) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_narrow(x, by, least) for x in value)
-    return max(least, value // by) if isinstance(value, int) else value
