@@ -1,9 +1,7 @@
-"""Tables of training over models, layouts, stages and ranks: results, memory and traffic against what they should be.
+"""Tables of training over models, layouts, stages and ranks, against plain PyTorch.
 
     python bench/grid.py parity             # a Graph against plain PyTorch on the whole batch, 10 steps, no dropout
     python bench/grid.py layouts            # the same for data x tensor parallel and other layouts of four ranks
-    python bench/grid.py memory             # planned bytes of one rank beside those that the dispatcher sees
-    python bench/grid.py traffic            # planned collectives beside those that run
 
 Each takes a part of its grid; ``--full`` takes all of it, and ``--models`` and others choose.  The figures stand in
 bench/results/ under these names.
@@ -12,11 +10,9 @@ parity: over the stages, the largest relative difference of a loss and the large
 in float64 against limits of 1e-6 and 2e-6, in float32 of 1e-6 and, under SGD, 5e-6; and whether stages 0 to 3 gave the
 same bits.  layouts: forward, backward and AdamW in float64 on four virtual ranks: data parallel, data x tensor
 parallel, tensor parallel, and two data axes, ZeRO over both or over the inner one; the limit of a loss is 1e-6, and
-the last columns are what one rank sends in a step on each axis.  memory: one rank's program in a fake world; a second
-table holds the model state against the formulas of the ZeRO paper (arXiv 1910.02054), in bytes per parameter for Adam
-in float32.
+the last columns are what one rank sends in a step on each axis.
 
-Exit status 1 where something is not as it should be.
+Exit status 1 where something is beyond its limit.
 """
 
 from __future__ import annotations
@@ -25,21 +21,14 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import Any
 
 import torch
 from _run import markdown, on_gloo, options_of
 from layouts import LAYOUTS, LIMIT, MODELS, STAGES, graph_of, reference, train
-from models import CASES, OPTIMIZERS, adamw
-from parity import BATCH, STEPS, Cell, Difference, Trained, TrainGraph, difference, plain, same_bits, trained
-
-import graphzero as gz
-from graphzero.plan import CATEGORIES, Plan
-from graphzero.runtime.world.world import Sent
-from graphzero.testing import fake_world
-from graphzero.testing.meter import Measured
+from models import CASES, OPTIMIZERS
+from parity import STEPS, Cell, Difference, Trained, TrainGraph, difference, plain, same_bits, trained
 
 # ---- parity
 
@@ -159,94 +148,7 @@ def sent_by_axis(graph: TrainGraph) -> str:
     return ", ".join(f"{axis} {nbytes[axis] / 1e3:.0f} kB" for axis in graph.placement.names)
 
 
-# ---- memory and traffic: a plan beside a run of it
-
-INSIDE = ("arena", "gradients", "activations", "temporaries")  # the dispatcher sees the arena as one storage
-STATE_BYTES = (lambda n: 16.0, lambda n: 8 + 8 / n, lambda n: 4 + 12 / n, lambda n: 16 / n)  # per parameter, by stage
-VOLUME_LIMIT = (2, 2, 2, 3)  # numbers of parameters that a rank sends at most, times (n-1)/n, by stage
-Key = tuple[str, int, int]  # model, ranks, stage
-
-
-def keys(options: argparse.Namespace, few: list[str], ranks: list[int]) -> list[Key]:
-    models = options.models or (SIMPLE if options.full else few)
-    return list(product(models, options.ranks or (ranks if options.full else [4]), STAGES))
-
-
-def memory(options: argparse.Namespace) -> bool:
-    runs = {key: measured_memory(*key) for key in keys(options, ["mlp", "gpt2"], [1, 2, 3, 4])}
-    print("bytes at the peak of one rank: planned (measured)\n")
-    rows = [memory_cells(*key, *run) for key, run in runs.items()]
-    print(markdown(["model", "ranks", "stage", *CATEGORIES, "peak", "equal"], rows))
-    print("\nmodel state, bytes per parameter\n")
-    rows = [state_cells(*key, plan) for key, (plan, _) in runs.items()]
-    print(markdown(["model", "ranks", "stage", "planned", "formula", "ratio"], rows))
-    return all(equal_memory(*run) for run in runs.values())
-
-
-def measured_memory(model: str, ranks: int, stage: int) -> tuple[Plan, Measured]:
-    """Rank 0's plan and measurement, AdamW in float32."""
-    case = CASES[model]
-    with fake_world(ranks):
-        module = case.model()
-        graph = TrainGraph(module, *adamw(module.parameters(), 10), stage)
-        batch = tuple(x.chunk(ranks)[0] for x in case.batch(0, BATCH, torch.float32))
-        graph(*batch)
-        return graph.plan, gz.testing.measure_step(graph, *batch)
-
-
-def equal_memory(plan: Plan, measured: Measured) -> bool:
-    planned, seen = plan.memory.at_peak, measured.at_peak
-    same = all(planned[c] == seen.get(c, 0) for c in CATEGORIES if c not in INSIDE)
-    same = same and sum(planned[c] for c in INSIDE) == sum(seen.get(c, 0) for c in INSIDE)
-    return same and plan.memory.peak == measured.peak
-
-
-def memory_cells(model: str, ranks: int, stage: int, plan: Plan, measured: Measured) -> list[Any]:
-    pairs = [(plan.memory.at_peak[c], measured.at_peak.get(c, 0)) for c in CATEGORIES]
-    pairs.append((plan.memory.peak, measured.peak))
-    cells = [f"{a:,}" if a == b else f"{a:,} ({b:,})" for a, b in pairs]
-    return [model, ranks, stage, *cells, "yes" if equal_memory(plan, measured) else "NO"]
-
-
-def state_cells(model: str, ranks: int, stage: int, plan: Plan) -> list[Any]:
-    planned, formula = plan.memory.model_state / plan.parameters, STATE_BYTES[stage](ranks)
-    return [model, ranks, stage, f"{planned:.3f}", f"{formula:.3f}", f"{planned / formula:.3f}"]
-
-
-def traffic(options: argparse.Namespace) -> bool:
-    runs = {key: measured_traffic(*key) for key in keys(options, SIMPLE, [2, 3, 4])}
-    head = ["model", "ranks", "stage", "Psi", "limit", "collectives", "counted", "bytes planned", "bytes sent"]
-    print(markdown([*head, "of it padding", "equal"], [traffic_cells(*key, *run) for key, run in runs.items()]))
-    return all(equal_traffic(*run) for run in runs.values())
-
-
-def measured_traffic(model: str, ranks: int, stage: int) -> tuple[Plan, list[Sent]]:
-    case = CASES[model]
-    module, place = case.model(), gz.placement("cpu", range(ranks), virtual=True)
-    graph = TrainGraph(module, *adamw(module.parameters(), 10), stage, place)
-    batch = case.batch(0, BATCH, torch.float32)
-    graph(*batch)
-    return graph.plan, gz.testing.trace_step(graph, *batch)
-
-
-def equal_traffic(plan: Plan, sent: list[Sent]) -> bool:
-    """Whether each call of the plan was made, in order, with these bytes."""
-    planned = [(c.kind, c.axis, c.bytes) for c in plan.collectives]
-    return planned == [(c.kind, c.axis, c.nbytes) for c in sent]
-
-
-def traffic_cells(model: str, ranks: int, stage: int, plan: Plan, sent: list[Sent]) -> list[Any]:
-    limit = VOLUME_LIMIT[stage] * (ranks - 1) / ranks
-    return [
-        model, ranks, stage, f"{plan.comm_volume:.3f}", f"{limit:.3f}", len(plan.collectives), len(sent),
-        f"{plan.comm_bytes:,.0f}", f"{sum(one.nbytes for one in sent):,.0f}", f"{plan.padding_bytes:,.0f}",
-        "yes" if equal_traffic(plan, sent) else "NO",
-    ]  # fmt: skip
-
-
-TABLES: dict[str, Callable[[argparse.Namespace], bool]] = {
-    "parity": parity, "layouts": layouts, "memory": memory, "traffic": traffic,
-}  # fmt: skip
+TABLES = {"parity": parity, "layouts": layouts}
 
 
 def main() -> int:
@@ -259,7 +161,6 @@ def main() -> int:
     parser.add_argument("--virtual", nargs="*", type=int, help="parity: numbers of virtual ranks")
     parser.add_argument("--gloo", nargs="*", type=int, help="parity: numbers of gloo processes")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="layouts: only these")
-    parser.add_argument("--ranks", nargs="+", type=int, help="memory and traffic: numbers of ranks")
     options = options_of(parser)
     return int(not TABLES[options.table](options))
 
