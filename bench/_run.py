@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -118,16 +117,6 @@ def average(numbers: Any) -> Any:
     total = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()
-
-
-def slowest_seconds(run: Callable[[], Any]) -> float:
-    """Seconds of a call on the slowest rank; every rank calls it."""
-    dist.barrier()
-    began = time.perf_counter()
-    run()
-    seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
 
 
 def save(file: str, run: str, part: str, figures: Any) -> None:

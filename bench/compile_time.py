@@ -16,7 +16,6 @@ import json
 import resource
 import time
 from collections.abc import Callable
-from math import log2
 from typing import Any
 from unittest.mock import patch
 
@@ -30,8 +29,6 @@ from torch import Tensor, nn
 import graphzero as gz
 from graphzero.step import compile_step
 
-DOUBLING = 2.3  # the most that twice the layers may cost after capture
-LIMIT = 60  # seconds of the processor that Llama 7B may take
 TP = 8  # ranks over which its weights are split
 Found = dict[tuple[int, int], dict[str, Any]]  # by (layers, ranks)
 
@@ -44,23 +41,12 @@ def cells_of(options: argparse.Namespace) -> list[tuple[int, int]]:
     return [*((n, 64) for n in options.layers or layers), *((12, n) for n in options.ranks or ranks)]
 
 
-def show_growth(found: Found) -> None:
-    """What more layers at 64 ranks, and more ranks at 12 layers, cost."""
-    for fixed, what in ((1, "layers"), (0, "ranks")):
-        same = sorted(cell for cell in found if cell[fixed] == (64, 12)[1 - fixed])
-        for fewer, more in zip(same, same[1:], strict=False):
-            ratio = after_capture(found[more]) / after_capture(found[fewer])
-            a, b = fewer[1 - fixed], more[1 - fixed]
-            most = f" (at most {DOUBLING ** log2(b / a):.2f})" if what == "layers" else ""
-            print(f"{a} to {b} {what}: after capture x {ratio:.2f}{most}")
-
-
 def show(found: Found) -> None:
     """The table: a column for each (layers, ranks)."""
     head = ["", *(f"{n} layers, {r} ranks" for n, r in found)]
     rows = [["capture, s", *(f"{one['capture']:.2f}" for one in found.values())]]
     rows.append(["all, s", *(f"{one['total']:.2f}" for one in found.values())])
-    rows.append(["after capture, s", *(f"{after_capture(one):.2f}" for one in found.values())])
+    rows.append(["after capture, s", *(f"{one['total'] - one['capture']:.2f}" for one in found.values())])
     rows.append(["operations", *(f"{one['nodes']:,}" for one in found.values())])
     rows.append(["parameters", *(f"{one['parameters'] / 1e6:.1f} M" for one in found.values())])
     rows.append(["peak RSS", *(f"{one['rss'] / 1e6:,.0f} MB" for one in found.values())])
@@ -72,10 +58,6 @@ def fastest(model: str, layers: int, ranks: int, stage: int, repeat: int) -> dic
     words = ("compile_time.py", model, "--stage", stage, "--measure", layers, ranks)
     runs = (in_fresh_process(*words) for _ in range(repeat))
     return min(runs, key=lambda figures: figures["total"])
-
-
-def after_capture(found: dict[str, Any]) -> float:
-    return found["total"] - found["capture"]
 
 
 def measure_gpt2(layers: int, ranks: int, stage: int) -> dict[str, Any]:
@@ -150,12 +132,6 @@ def main() -> None:
     found = {cell: fastest(options.subject, *cell, stage, repeat) for cell in cells_of(options)}
     print(f"{options.subject}, stage {stage}, one core\n")
     show(found)
-    print()
-    if options.subject == "gpt2":
-        show_growth(found)
-    if options.subject == "llama":
-        for (n, _), one in found.items():
-            print(f"{n} layers: {one['total']:.1f} s of the processor (at most {LIMIT} for 32)")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ both hold their model all the time, and take turns.  A load reads files that wer
 disk, when the kernel has forgotten them.  Seconds are those of the slowest rank, from the moment when all
 have come; those of the processor are both ranks' together, in all threads; the peak is of what a rank holds beside what
 it held before, as the kernel counts it.  graphzero sums all
-that it writes and compares what it reads; DCP does neither.  ``asynchronous``: seconds of a step while a
-checkpoint is written, by that of a step without.
+that it writes and compares what it reads; DCP does neither.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _run import average, markdown, on_gloo, options_of, save, slowest_seconds
+from _run import average, markdown, on_gloo, options_of
 from models import gpt2
 from parity import TrainGraph
 from peak_memory import CLEAR, give_back, high_water, resident
@@ -45,14 +43,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=6, help="in each of the two halves of the asynchronous part")
     parser.add_argument("--folder", default=None, help="on the disk that is measured")
-    parser.add_argument("--save", default=None)
     options = options_of(parser)
-    found = on_gloo(2, work, options.rounds, options.layers, options.steps, options.folder)
-    if options.save:
-        save(options.save, "files", "gpt2", found)
-    report(found)
+    report(on_gloo(2, work, options.rounds, options.layers, options.folder))
 
 
 def report(found: dict[str, Any]) -> None:
@@ -66,11 +59,6 @@ def report(found: dict[str, Any]) -> None:
             rows.append([f"{what}, {unit}", f"{a:.2f}", f"{b:.2f}", ratio, *spread])
     print(f"{found['bytes'] / 1e9:.2f} GB, {len(found['DCP save'])} rounds, median\n")
     print(markdown(["", "graphzero", "DCP", "ratio", "graphzero from to", "DCP from to"], rows))
-    with_, without = (statistics.median(found[f"step {how}"]) for how in ("saving", "alone"))
-    print(
-        f"\nasynchronous: gz.save returns after {found['staging']:.2f} s; a step takes {with_:.3f} s while it writes, "
-    )
-    print(f"{without:.3f} s without, {with_ / without:.2f} times as long")
 
 
 def make_model(layers: int) -> nn.Module:
@@ -107,7 +95,7 @@ class Theirs:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def work(rank: int, rounds: int, layers: int, steps: int, place: str | None) -> dict[str, Any]:
+def work(rank: int, rounds: int, layers: int, place: str | None) -> dict[str, Any]:
     folder = Path(shared(tempfile.mkdtemp(dir=place)))
     tokens = torch.arange(TOKENS).view(1, -1) + rank
     model, theirs = make_model(layers), Theirs(layers)
@@ -139,7 +127,6 @@ def work(rank: int, rounds: int, layers: int, steps: int, place: str | None) -> 
                 if rank == 0:
                     shutil.rmtree(path)
                 settle()
-        found |= asynchronous(ours, tokens, folder, steps)
     finally:
         dist.barrier()
         if rank == 0:
@@ -193,28 +180,6 @@ def measure(act: Callable[[], Any]) -> Cost:
     peak = torch.tensor((high_water() - before) / 1e6)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return seconds, busy, float(peak)
-
-
-def asynchronous(graph: TrainGraph, tokens: Tensor, folder: Path, steps: int) -> dict[str, Any]:
-    """Steps alone and while a checkpoint is written, one after the other; only those count that it lasts for."""
-    found: dict[str, Any] = {"step alone": [], "step saving": []}
-    step = partial(graph, tokens, tokens)
-    for number in range(3):
-        for _ in range(steps):
-            found["step alone"].append(slowest_seconds(step))
-        began = time.perf_counter()
-        saved = gz.save(graph, folder / "async", asynchronous=True, keep=1)
-        found["staging"] = time.perf_counter() - began
-        for _ in range(20 * steps):
-            seconds = slowest_seconds(step)
-            if average([float(saved.is_done)])[0]:
-                break
-            found["step saving"].append(seconds)
-        saved.wait()
-        settle()
-        if not number:
-            found["step alone"], found["step saving"] = [], []
-    return found
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 The counts stand in docs/ops.md.  Every sample becomes a step, the op and its backward, and is captured as a Graph
 captures it.  The step is run on real values, which must give what PyTorch gives.  Each ATen call in it is then run as
 every signature of its rule says, on 2 and on 3 ranks: the pieces must join to the call's own result.  Printed are how
-many samples a Graph takes, how many calls may be split, which are whole on every rank and why, and what is wrong.
+many samples a Graph takes, how many calls may be split, which are whole on every rank, and what is wrong.
 With ``--models`` the steps are those of models, forward, backward and AdamW in float64, each distinct call once.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -90,7 +90,7 @@ class Tally:
 
     operators: set[str] = field(default_factory=set)
     samples: int = 0
-    refused: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # what capture says: where
+    refused: int = 0
     calls: int = 0
     split: int = 0  # calls that may be split or partial
     tiny: int = 0  # calls on single elements
@@ -212,8 +212,8 @@ def tally(dtype: torch.dtype, seen: set[Any], every: int = 1, most: int = 4) -> 
         found.operators.add(step.name)
         try:
             captured = step.capture()
-        except CaptureError as error:
-            found.refused[_reason(error)][step.name] += 1
+        except CaptureError:
+            found.refused += 1
             continue
         made: list[Any] = []
         try:
@@ -227,11 +227,6 @@ def tally(dtype: torch.dtype, seen: set[Any], every: int = 1, most: int = 4) -> 
         if not _agrees(step, captured, made):
             found.wrong.append(f"{step.name}: the captured step computes something else")
     return found
-
-
-def _reason(error: CaptureError) -> str:
-    text = str(error).splitlines()[0].removeprefix("build ")
-    return text.split(": ")[0] if text.startswith(("reads", "the shape")) else text[:110]
 
 
 def _agrees(step: Sampled, captured: Captured, made: list[Any]) -> bool:
@@ -281,30 +276,17 @@ def _small(x: Tensor) -> bool:
     return x.dtype == torch.bool or not bool(((x if x.is_complex() else x.double()).abs() > 1e5).any())
 
 
-def report(tallies: dict[torch.dtype, Tally]) -> str:
-    """The tables."""
-    head = ["dtype", "operators", "samples", "refused", "calls", "may be split", "one element", "whole", "no rule",
+def report(what: str, tallies: dict[str, Tally]) -> str:
+    """The table, which ops are whole on every rank, and what is wrong."""
+    head = [what, "operators", "samples", "refused", "calls", "may be split", "one element", "whole", "no rule",
             "not tried", "wrong"]  # fmt: skip
     rows = [
-        [str(dtype).removeprefix("torch."), len(t.operators), t.samples, sum(c.total() for c in t.refused.values()),
-         t.calls, t.split, t.tiny, t.whole.total(), t.bare.total(), t.untried, len(t.wrong)]
-        for dtype, t in tallies.items()
+        [name, len(t.operators), t.samples, t.refused, t.calls, t.split, t.tiny, t.whole.total(), t.bare.total(),
+         t.untried, len(t.wrong)]
+        for name, t in tallies.items()
     ]  # fmt: skip
-    refused: dict[str, Counter[str]] = defaultdict(Counter)
-    for t in tallies.values():
-        for reason, names in t.refused.items():
-            refused[reason] += names
-    parts = [markdown(head, rows), markdown(["refused by capture", "samples", "operators"], [
-        [reason, names.total(), _shown(names)] for reason, names in sorted(refused.items())])]  # fmt: skip
-    for title, kind in (("whole, though there is a rule", "whole"), ("whole, for there is none", "bare")):
-        ops: Counter[str] = sum((getattr(t, kind) for t in tallies.values()), Counter())
-        parts.append(f"{title}: {', '.join(f'{name} {n}' for name, n in sorted(ops.items())) or 'nothing'}")
-    parts += [line for t in tallies.values() for line in t.wrong]
-    return "\n\n".join(parts)
-
-
-def _shown(names: Counter[str], most: int = 4) -> str:
-    return ", ".join(sorted(names)[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    whole = [f"{name}: whole {', '.join(sorted(t.whole))}; no rule {', '.join(t.bare)}" for name, t in tallies.items()]
+    return "\n\n".join([markdown(head, rows), *whole, *(line for t in tallies.values() for line in t.wrong)])
 
 
 # ---- whole training steps
@@ -345,29 +327,6 @@ def model_tally(model: str) -> Tally:
     return tally
 
 
-def show_models(models: Sequence[str]) -> list[Tally]:
-    """Print the table of whole training steps."""
-    tallies = {model: model_tally(model) for model in models}
-    head = ["model", "calls", "distinct", "may be split", "one element", "whole", "no rule", "not tried", "wrong"]
-    print(markdown(head, [
-        [model, t.samples, t.calls, t.split, t.tiny, t.whole.total(), t.bare.total(), t.untried, len(t.wrong)]
-        for model, t in tallies.items()
-    ]))  # fmt: skip
-    for model, t in tallies.items():
-        print(f"\n{model}: whole, though there is a rule: {', '.join(sorted(t.whole)) or 'nothing'}; "
-              f"whole, for there is none: {', '.join(sorted(t.bare)) or 'nothing'}")  # fmt: skip
-        print("\n".join(t.wrong))
-    return list(tallies.values())
-
-
-def show_samples(dtypes: Sequence[str], every: int, most: int) -> list[Tally]:
-    """Print the tables of PyTorch's operator samples."""
-    seen = set[Any]()
-    tallies = {dtype: tally(dtype, seen, every, most) for dtype in (getattr(torch, name) for name in dtypes)}
-    print(report(tallies))
-    return list(tallies.values())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=[str(d).removeprefix("torch.") for d in DTYPES])
@@ -378,12 +337,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     started = time.perf_counter()
+    seen = set[Any]()
     if options.models is None:
-        tallies = show_samples(options.dtypes, options.every, options.most)
+        dtypes = {name: getattr(torch, name) for name in options.dtypes}
+        tallies = {name: tally(dtype, seen, options.every, options.most) for name, dtype in dtypes.items()}
     else:
-        tallies = show_models(options.models or MODELS)
+        tallies = {model: model_tally(model) for model in options.models or MODELS}
+    print(report("dtype" if options.models is None else "model", tallies))
     print(f"\n{time.perf_counter() - started:.0f} s")
-    if any(t.wrong for t in tallies):
+    if any(t.wrong for t in tallies.values()):
         raise SystemExit("some results are wrong")
 
 

@@ -2,7 +2,7 @@
 
     python bench/stage_peers.py                   # step times on two ranks
     python bench/stage_peers.py --ranks 4
-    python bench/stage_peers.py --what memory     # peak of resident memory of each rank, bytes that ranks send
+    python bench/stage_peers.py --what memory     # peak of resident memory of each rank
     python bench/stage_peers.py --what ragged     # losses where micro-batches have other numbers of labels
 
 All train the same GPT from the same weights with AdamW, fused for the peers, on the same micro-batches, with equal runs
@@ -77,12 +77,6 @@ class Pipeline:
         """Blocks of a stage."""
         layers = self.shape.layers
         return range(stage * layers // self.stages, (stage + 1) * layers // self.stages)
-
-    @property
-    def least_bytes(self) -> int:
-        """Bytes that must cross ranks in a step: a micro-batch's values and their gradients, at each boundary."""
-        boundaries = sum(a != b for a, b in zip(self.stage_ranks, self.stage_ranks[1:], strict=False))
-        return 2 * boundaries * self.shape.batch * self.shape.context * self.shape.width * 4
 
 
 class StageModule(nn.Module):
@@ -251,11 +245,11 @@ def peers_of(name: str) -> list[str]:
     return [f"{peer}, {schedule}" for peer in ("torch", "torch + compile", "DeepSpeed")]
 
 
-# ---- memory and messages
+# ---- memory
 
 
-def measure_memory(rank: int, name: str, options: argparse.Namespace) -> tuple[list[int], int, int]:
-    """Every rank: the most resident bytes of each rank beyond those before the model, planned bytes sent, and sent."""
+def measure_memory(rank: int, name: str, options: argparse.Namespace) -> list[int]:
+    """Every rank: the most resident bytes of each rank beyond those before the model."""
     (system,) = (s for s in SYSTEMS if s.name == name)
     toy = Pipeline(SIZES["toy"], system.schedule, options.ranks, options.micro_batches)
     step = system.begin(toy)
@@ -269,44 +263,20 @@ def measure_memory(rank: int, name: str, options: argparse.Namespace) -> tuple[l
     step = system.begin(pipeline)
     loss_of(step(*batches[0]))
     reset()
-    sent = count_sent(lambda: loss_of(step(*batches[1])))
-    for batch in batches[2:]:
+    for batch in batches[1:]:
         loss_of(step(*batch))
     peaks: list[Any] = [None] * options.ranks
     dist.all_gather_object(peaks, high_water() - before)
-    if isinstance(step, gz.Graph):
-        assert step.plan.pipeline is not None
-        sent = sum(edge.bytes * edge.messages for edge in step.plan.pipeline.edges)
-    return peaks, sent, pipeline.least_bytes
-
-
-def count_sent(run: Callable[[], Any]) -> int:
-    """Bytes that all ranks send to each other while torch's schedules run."""
-    sent, plain = [0], schedules._batch_p2p
-
-    def counted(operations: Any, *args: Any, **options: Any) -> Any:
-        sent[0] += sum(o.tensor.nbytes for o in operations if o.op is dist.isend)
-        return plain(operations, *args, **options)
-
-    schedules._batch_p2p = counted
-    try:
-        run()
-    finally:
-        schedules._batch_p2p = plain
-    total = torch.tensor(sent)
-    dist.all_reduce(total)
-    return int(total)
+    return peaks
 
 
 def memory_table(options: argparse.Namespace) -> str:
     rows = []
     for name in options.systems:
-        peaks, sent, least = on_gloo(options.ranks, measure_memory, name, options)
-        shown = f"{sent / 1e6:.2f}" if sent else "-"
-        rows.append([name, *map(mb, peaks), shown, f"{least / 1e6:.2f}"])
+        rows.append([name, *map(mb, on_gloo(options.ranks, measure_memory, name, options))])
         print(".", end="", file=sys.stderr, flush=True)
     ranks = [f"rank {rank}, MB" for rank in range(options.ranks)]
-    return markdown(["", *ranks, "sent, MB", "least, MB"], rows)
+    return markdown(["", *ranks], rows)
 
 
 # ---- ragged batches
