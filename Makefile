@@ -84,12 +84,14 @@ test-torch: .venv-torch-$(TORCH)/.ready
 		-e ".[examples,dev]" torch==$*
 	@touch $@
 
-# Step time and memory beside DDP, FSDP2 and DeepSpeed on gloo ranks: runs the commands above the tables of
-# bench/results/step_time.md, and writes these.  Wants idle cores, for long; goes on where it was.  DeepSpeed is left out
-# where it does not install.
+# Step time and memory beside DDP, FSDP2 and DeepSpeed on gloo ranks, into build/bench.md: each command that stands above
+# a table of bench/results/step_time.md, and the table that it gives now.  Wants idle cores, for long.  DeepSpeed is left
+# out where it does not install.
 bench: $(READY)
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
-	$(BIN)/python bench/tables.py
+	mkdir -p build
+	grep -o '`python bench/[^`]*`' bench/results/step_time.md | tr -d '`' | while read -r command; do \
+		printf '`%s`:\n\n' "$$command"; sh -c "$(BIN)/$$command" < /dev/null; printf '\n'; done | tee build/bench.md
 
 # What examples need, without the tools of development.
 $(TRAIN): setup.cfg pyproject.toml constraints.txt

@@ -1,4 +1,4 @@
-"""Helpers of the benchmark commands: markdown tables, fresh processes, gloo worlds, saved figures."""
+"""Helpers of the benchmark commands: markdown tables, fresh processes, gloo worlds, kept records."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import resource
-import shlex
 import signal
 import subprocess
 import sys
@@ -119,22 +118,6 @@ def average(numbers: Any) -> Any:
     return (total / dist.get_world_size()).tolist()
 
 
-def save(file: str, run: str, part: str, figures: Any) -> None:
-    """Keep ``figures`` in a file of JSON, as a part of a run, with the command; what the file holds of others stays."""
-    kept = saved(file)
-    kept.setdefault(run, {})[part] = {"command": command(sys.argv), "figures": figures}
-    path = Path(file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(kept, indent=1))
-
-
-def saved(file: str) -> dict[str, dict[str, Any]]:
-    """Figures that ``save`` has written: run -> part -> command and figures."""
-    path = Path(file)
-    found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-    return found
-
-
 END = "<!-- up to here -->\n"
 
 
@@ -159,17 +142,6 @@ def kept_lines(file: str) -> dict[str, dict[str, Any]]:
 def keep_line(file: str, record: Mapping[str, Any]) -> None:
     with open(file, "a", encoding="utf-8") as kept:
         kept.write(json.dumps(record) + "\n")
-
-
-def command(words: Sequence[str]) -> str:
-    """A script and its arguments as one types them, without where figures are kept."""
-    script, *rest = words
-    if "--save" in rest:
-        at = rest.index("--save")
-        del rest[at : at + 2]
-    path = Path(script).resolve()
-    name = path.relative_to(HERE) if path.is_relative_to(HERE) else path.name
-    return shlex.join(["python", f"bench/{name}", *rest])
 
 
 def options_of(parser: Any) -> Any:

@@ -1,11 +1,11 @@
 """Step time and memory of GPT-2 on one GPU: a world of one, beside plain PyTorch and torch.compile.
 
     PYTHONPATH=. python bench/on_cuda.py                      # 124M in bf16, a row per system
-    PYTHONPATH=. python bench/on_cuda.py --size 350M --batch 16 --context 1024 --steps 50 --save cuda.json
+    PYTHONPATH=. python bench/on_cuda.py --size 350M --batch 16 --context 1024 --steps 50
     PYTHONPATH=. python bench/on_cuda.py --kernels 25         # and where each system's step goes
     PYTHONPATH=. python bench/on_cuda.py --dtypes amp --micro-batches 4
 
-Each row is a fresh process, whose figures are printed, and with ``--save`` kept, as soon as they are there.  One that
+Each row is a fresh process, whose figures are printed as soon as they are there.  One that
 fails, or takes more than ``--seconds``, is a row that says so; none begins after ``--minutes``.
 
 Every system trains the same model in the same dtype, parameters and optimizer states included, on the same tokens, with
@@ -33,7 +33,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from _run import in_fresh_process, markdown, save
+from _run import in_fresh_process, markdown
 from parity import TrainGraph
 from torch import Tensor
 from workloads import GPT, Shape
@@ -221,7 +221,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200.0, help="that one row may take")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no row begins")
     parser.add_argument("--kernels", type=int, default=0, help="how many of the costliest kernels to list per system")
-    parser.add_argument("--save", metavar="FILE", help="keep the figures of each row there, as JSON")
     parser.add_argument("--only", choices=SYSTEMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -239,11 +238,11 @@ def main() -> None:
     size = f"{shape.batch} x {shape.context} tokens{parts}"
     title = f"GPT-2 {options.size}, vocabulary {shape.vocabulary}, {size}, {where}"
     print(title, flush=True)
-    rows = table(options, shape, title)
+    rows = table(options, shape)
     print(f"\n{markdown(HEAD, rows)}")
 
 
-def table(options: argparse.Namespace, shape: Shape, title: str) -> list[list[str]]:
+def table(options: argparse.Namespace, shape: Shape) -> list[list[str]]:
     """Run all rows, telling of each as it is there."""
     end, rows = time.monotonic() + 60 * options.minutes, []
     for dtype in options.dtypes:
@@ -261,8 +260,6 @@ def table(options: argparse.Namespace, shape: Shape, title: str) -> list[list[st
             label = f"{system}, {dtype}"
             lines = found.pop("kernels", [])
             print("\n".join([json.dumps({"row": label, **found}), *lines]), flush=True)
-            if options.save:
-                save(options.save, title, label, found)
             rows.append(row(label, found, base, shape.batch * shape.context))
     return rows
 

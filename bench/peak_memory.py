@@ -18,11 +18,11 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
-from _run import markdown, on_gloo, options_of, save
+from _run import markdown, on_gloo, options_of
 from systems import BASE, add_options, mean, named, names_of
 from workloads import PLAIN, WORKLOADS, Variant
 
@@ -54,9 +54,6 @@ def main() -> None:
     for name in names_of(options):
         found[name] = on_gloo(options.ranks, measure, name, options.model, variant)
         print(".", end="", file=sys.stderr, flush=True)
-    if options.save:
-        peaks = {name: asdict(one) for name, one in found.items()}
-        save(options.save, f"{options.model}, {options.ranks} ranks{variant.title}", "peaks", peaks)
     print(f"{variant.apply(WORKLOADS[options.model]).describe(options.ranks)}\n\n{table(found)}")
 
 

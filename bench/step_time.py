@@ -21,11 +21,11 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from _run import average, markdown, on_gloo, options_of, save
+from _run import average, markdown, on_gloo, options_of
 from systems import BASE, add_options, mean, named, names_of
 from workloads import PLAIN, WORKLOADS, Variant
 
@@ -97,11 +97,6 @@ def main() -> None:
     about += SENT * options.gloo + KEPT * options.keep_memory
     about += f"; {options.rounds} rounds of {options.steps - 1} counted steps"
     print(f"{about}\n\n{table(found)}")
-    if options.save:
-        times = {"about": about, **{name: asdict(one) for name, one in found.items()}}
-        run = f"{options.model}, {options.ranks} ranks{variant.title}"
-        run += ", through gloo" * options.gloo + ", memory kept" * options.keep_memory
-        save(options.save, run, "times", times)
 
 
 def table(found: Mapping[str, Timed]) -> str:

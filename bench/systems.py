@@ -231,7 +231,6 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--model", choices=WORKLOADS, default="A")
     parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {names}")
     parser.add_argument("--also", nargs="+", metavar="NAME", default=[], help="systems that are measured where named")
-    parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
 
 
 def names_of(options: Namespace) -> list[str]:

@@ -129,12 +129,6 @@ class Variant:
         dtype = getattr(torch, self.precision) if self.precision else None
         return replace(workload, micro_batches=self.micro_batches, precision=dtype)
 
-    @property
-    def title(self) -> str:
-        """Suffix of the name of a run."""
-        parts = f", {self.micro_batches} micro-batches" * (self.micro_batches > 1)
-        return parts + f", {self.precision}" * bool(self.precision)
-
 
 PLAIN = Variant()
 
