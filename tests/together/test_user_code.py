@@ -39,7 +39,7 @@ def test_the_configurations_of_a_program_hold_every_pair_of_options():
 
 def test_a_process_that_dies_is_a_fault_of_the_program_that_ran_and_the_others_go_on(monkeypatch):
     monkeypatch.setattr(user_code, "work", dying)
-    names, layouts = ("batch_norm", "lstm", "ctc"), ("2", "gloo 2")
+    names, layouts = ("batch_norm", "nt_xent", "diffusion"), ("2", "gloo 2")
     cells = [Cell(name, layout, 3, 1, "float64", False, False) for layout in layouts for name in names]
     found = list(user_code.outcomes(cells))
     assert [one.cell for one in found] == cells
@@ -47,10 +47,10 @@ def test_a_process_that_dies_is_a_fault_of_the_program_that_ran_and_the_others_g
 
 
 def dying(rank, ranks, folder, wanted):
-    """The process of a rank, of which the last one ends at once where a cell of ``lstm`` comes."""
+    """The process of a rank, of which the last one ends at once where a cell of ``nt_xent`` comes."""
 
     def judged(cell, rank):
-        if cell.program == "lstm" and rank == ranks - 1:
+        if cell.program == "nt_xent" and rank == ranks - 1:
             os._exit(7)
         return "equal", ""
 

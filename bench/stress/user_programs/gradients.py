@@ -13,30 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from stress.user_programs.program import Program, built_by, by_step, floats, mlp, program, square, trained
 
 
-@built_by(by_step)
-def gradient_penalty_of_inputs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    x = x.clone().requires_grad_()
-    out = model(x)
-    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return trained(F.cross_entropy(out, y) + 0.1 * (slope.norm(dim=1) - 1).pow(2).mean())
-
-
-class Round(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return (x * 16).round() / 16
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-@built_by(by_step)
-def straight_through_rounding(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    h = F.linear(x, Round.apply(model[0].weight), model[0].bias)
-    return trained(F.cross_entropy(model[2](torch.tanh(h)), y))
-
-
 class Scaled(torch.autograd.Function):
     """With contexts set up apart, two outputs, and a gradient that is not needed at times."""
 
@@ -65,13 +41,6 @@ def function_of_two_outputs(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def checkpointed_batch_norm() -> Program:
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
     return Program(model, lambda m, x, y: trained(F.cross_entropy(m[3](checkpoint(m[:3], x, use_reentrant=False)), y)))
-
-
-@built_by(by_step)
-def gradient_set_to_none_for_one(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    loss = trained(F.cross_entropy(model(x), y))
-    model[0].bias.grad = None
-    return loss
 
 
 @built_by(by_step)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from stress.user_programs.program import Program, built_by, classes, flags, floats, mlp, program, square, trained
+from stress.user_programs.program import Program, built_by, flags, floats, mlp, program, square, trained
 
 
 def module(name: str, make: Callable[[], nn.Module], *shape: int) -> None:
@@ -33,35 +33,26 @@ def tanh(*modules: nn.Module) -> nn.Module:
 
 
 module("batch_norm", lambda: tanh(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), 5)
-module("batch_norm_without_momentum", lambda: tanh(nn.Linear(5, 8), nn.BatchNorm1d(8, momentum=None)), 5)
-module("batch_norm_evaluating", lambda: tanh(nn.Linear(5, 8), nn.BatchNorm1d(8).eval(), nn.Linear(8, 4)), 5)
 module("sync_batch_norm", lambda: nn.SyncBatchNorm.convert_sync_batchnorm(tanh(nn.Linear(5, 8), nn.BatchNorm1d(8))), 5)
 module("convolutions_and_pools", lambda: nn.Sequential(
     nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
     nn.Conv2d(4, 4, 3, groups=4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)), 2, 8, 8)  # fmt: skip
 module("convolution_of_channels_last", lambda: nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last), 2, 6, 6)
-module("transposed_convolution", lambda: tanh(nn.ConvTranspose1d(3, 4, 3, stride=2, output_padding=1)), 3, 5)
-module("lstm", lambda: nn.LSTM(5, 4, num_layers=2, batch_first=True), 3, 5)
-module("gru_both_ways", lambda: nn.GRU(5, 4, bidirectional=True, batch_first=True), 3, 5)
 module("rnn_of_relu_sequence_last", lambda: nn.RNN(5, 4, nonlinearity="relu", batch_first=True), 3, 5)
-module("weight_norm", lambda: tanh(parametrizations.weight_norm(nn.Linear(5, 8)), nn.Linear(8, 4)), 5)
 module("old_weight_norm", lambda: tanh(nn.utils.weight_norm(nn.Linear(5, 8)), nn.Linear(8, 4)), 5)
 module("spectral_norm", lambda: tanh(parametrizations.spectral_norm(nn.Linear(5, 8)), nn.Linear(8, 4)), 5)
 module("old_spectral_norm", lambda: tanh(nn.utils.spectral_norm(nn.Linear(5, 8)), nn.Linear(8, 4)), 5)
 module("orthogonal", lambda: tanh(parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 4)), 4)
-module("encoder_layer", lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 4, 8)
 module("encoder_norm_first", lambda: nn.TransformerEncoder(
     nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", batch_first=True, norm_first=True), 2,
     enable_nested_tensor=False), 4, 8)  # fmt: skip
 module("dropout_of_zero", lambda: tanh(nn.Linear(5, 8), nn.Dropout(0.0), nn.Linear(8, 4)), 5)
 module("dropout_evaluating", lambda: tanh(nn.Linear(5, 8), nn.Dropout(0.5).eval(), nn.Linear(8, 4)), 5)
 module("prelu_and_glu", lambda: nn.Sequential(nn.Linear(5, 8), nn.PReLU(8), nn.Linear(8, 8), nn.GLU()), 5)
-module("instance_norm", lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True), 3, 6)
 module("unflatten_and_pixel_shuffle", lambda: nn.Sequential(
     nn.Linear(5, 32), nn.Unflatten(1, (8, 2, 2)), nn.PixelShuffle(2), nn.Conv2d(2, 2, 1)), 5)  # fmt: skip
 module("upsampling", lambda: nn.Sequential(nn.Conv2d(2, 3, 1), nn.Upsample(scale_factor=2, mode="bilinear")), 2, 4, 4)
 module("local_response_norm", lambda: nn.Sequential(nn.Conv2d(2, 6, 1), nn.LocalResponseNorm(2)), 2, 4, 4)
-module("frozen_by_buffers", lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, affine=False)), 5)
 
 
 @program(floats(4, 8), flags(4))
@@ -76,55 +67,6 @@ def attention_with_padding() -> Program:
             return (out * keep[..., None]).sum(1) / keep.sum(1, keepdim=True) + weights.mean((1, 2))[:, None]
 
     return Program(Model(), lambda m, x, keep: trained(square(m(x, keep))))
-
-
-@program(classes(10, 6), classes(10, 6))
-def language_model_with_positions() -> Program:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.places = nn.Embedding(10, 8, padding_idx=0), nn.Embedding(6, 8)
-            self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-            self.head = nn.Linear(8, 10, bias=False)
-            self.head.weight = self.words.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
-            mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=x.dtype)
-            return self.head(self.layer(x, src_mask=mask, is_causal=True))
-
-    return Program(Model(), lambda m, x, y: trained(F.cross_entropy(m(x).flatten(0, 1), y.flatten(), ignore_index=0)))
-
-
-@program(classes(10, 6), classes(4))
-def bag_of_words() -> Program:
-    model = nn.Sequential(nn.EmbeddingBag(10, 8, mode="mean", padding_idx=0), nn.Linear(8, 4))
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
-
-
-@program(classes(10, 6), classes(4))
-def sparse_embedding() -> Program:
-    model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Flatten(), nn.Linear(48, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)), optimizer)
-
-
-@program(classes(10, 6), classes(4))
-def embedding_with_a_largest_norm() -> Program:
-    model = nn.Sequential(nn.Embedding(10, 8, max_norm=1.0), nn.Flatten(), nn.Linear(48, 4))
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)))
-
-
-@program(floats(6, 5), classes(4))
-def packed_sequence() -> Program:
-    model = nn.ModuleDict({"rnn": nn.GRU(5, 6, batch_first=True), "head": nn.Linear(6, 4)})
-
-    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        lengths = torch.full((len(x),), 4)
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
-        return trained(F.cross_entropy(m["head"](m["rnn"](packed)[1][-1]), y))
-
-    return Program(model, step)
 
 
 @program(floats(6, 5))

@@ -32,11 +32,6 @@ def class_weights_of_the_batch(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y, weight=len(y) / counts)
 
 
-@program(floats(5), floats(4))
-def cross_entropy_of_probabilities() -> Program:
-    return Program(mlp(), lambda m, x, y: trained(F.cross_entropy(m(x), y.softmax(-1), torch.tensor(WEIGHTS))))
-
-
 @program(floats(6, 5), classes(4, 6))
 def cross_entropy_of_tokens() -> Program:
     return Program(mlp(), lambda m, x, y: trained(F.cross_entropy(m(x).transpose(1, 2), y, ignore_index=3)))
@@ -69,13 +64,6 @@ def loss_above_a_quantile(out: Tensor, y: Tensor) -> Tensor:
 
 
 @built_by(by_step, floats(5), floats(5))
-def contrastive_over_the_batch(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
-    a, b = F.normalize(m(x), dim=-1), F.normalize(m(z), dim=-1)
-    logits, own = a @ b.t() / 0.2, torch.arange(len(x))
-    return trained((F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2)
-
-
-@built_by(by_step, floats(5), floats(5))
 def nt_xent(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
     both = F.normalize(torch.cat([m(x), m(z)]), dim=1)
     alike = both @ both.t() / 0.5
@@ -91,19 +79,6 @@ def barlow_twins(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
     c = a.t() @ b / len(x)
     off = c.pow(2).sum() - c.diagonal().pow(2).sum()
     return trained((c.diagonal() - 1).pow(2).sum() + 0.01 * off)
-
-
-@built_by(by_step, floats(5), floats(5))
-def vicreg(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
-    a, b = m(x), m(z)
-    spread = sum(F.relu(1 - torch.sqrt(h.var(0) + 1e-4)).mean() for h in (a, b))
-    covariance = sum(torch.cov(h.t()).fill_diagonal_(0).pow(2).sum() / 4 for h in (a, b))
-    return trained(F.mse_loss(a, b) + spread + covariance)
-
-
-@program(floats(5), floats(5), floats(5))
-def triplets() -> Program:
-    return Program(mlp(), lambda m, x, y, z: trained(F.triplet_margin_loss(m(x), m(y), m(z), margin=0.5)))
 
 
 @built_by(of)
@@ -180,10 +155,3 @@ def accuracy_and_confusion_returned(m: nn.Module, x: Tensor, y: Tensor) -> dict[
     guess = out.argmax(-1)
     confusion = torch.zeros(4, 4, dtype=torch.long).index_put_((y, guess), torch.ones_like(y), accumulate=True)
     return {"loss": trained(F.cross_entropy(out, y)), "right": (guess == y).sum(), "confusion": confusion}
-
-
-@built_by(by_step, floats(6, 5), classes(4, 3))
-def ctc(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    logs = m(x).log_softmax(-1).transpose(0, 1)
-    given, wanted = torch.full((len(x),), 6), torch.full((len(x),), 3)
-    return trained(F.ctc_loss(logs, y.clamp(min=1), given, wanted))

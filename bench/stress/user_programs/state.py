@@ -56,24 +56,6 @@ def auxiliary_loss_passed_by_an_attribute() -> Program:
     return Program(Model(), step)
 
 
-@program()
-def gradient_hook_of_a_parameter() -> Program:
-    model = mlp()
-    model[0].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-    return on(model)
-
-
-@program()
-def hook_after_accumulation() -> Program:
-    model = mlp()
-
-    def halve(p: Tensor) -> None:
-        p.grad.mul_(0.5)
-
-    model[2].weight.register_post_accumulate_grad_hook(halve)
-    return on(model)
-
-
 @built_by(of_class)
 class WeightMadeOfDataUnderNoGrad(Body):
     def forward(self, x: Tensor) -> Tensor:

@@ -26,29 +26,6 @@ def of(loss) -> Program:
 
 
 @built_by(of)
-def write_into_a_column(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    out = out.clone()
-    out[:, 1] = out[:, 0] * 2
-    out[:, 2:] += x[:, :2]
-    return F.cross_entropy(out, y)
-
-
-@built_by(of)
-def write_through_a_view(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    out = out * 1
-    view = out.view(-1, 2, 2).transpose(1, 2)
-    view[:, 0].mul_(3)
-    return F.cross_entropy(out, y)
-
-
-@built_by(of)
-def write_at_labels(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    out = out * 1
-    out[torch.arange(len(out)), y] -= 0.5
-    return F.cross_entropy(out * 4, y)
-
-
-@built_by(of)
 def masked_assignment(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     out = out * 1
     out[x[:, :4] > 0] = 0.0
@@ -66,17 +43,6 @@ def segments_of_the_batch(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
 def reduced_by_scatter(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     largest = torch.full((4, 4), -10.0).scatter_reduce(0, y[:, None].expand(-1, 4), out, "amax")
     return square(largest) + F.cross_entropy(out, y)
-
-
-@built_by(of)
-def complex_parts(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    z = torch.complex(out[:, :2], out[:, 2:]) * torch.exp(1j * x[:, :2])
-    return z.abs().mean() + z.real.pow(2).mean() + torch.fft.fft(z, dim=1).imag.pow(2).mean()
-
-
-@program()
-def complex_number_in_front_of_a_gradient() -> Program:
-    return of(lambda out, x, y: (out * (1 + 1j)).real.sum())
 
 
 @built_by(lambda step: Program(nn.ParameterDict({"w": torch.randn(5, 4, dtype=torch.complex128)}), step))
@@ -126,11 +92,6 @@ def sorted_and_cumulated(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 @built_by(of)
-def statistics_over_the_batch(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    return out.std(0).sum() + out.var(0, unbiased=False).sum() + out.mean(0).norm() + out.amax(0).sum()
-
-
-@built_by(of)
 def order_over_the_batch(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return out.sort(0).values[: len(out) // 2].pow(2).mean() + out.cumsum(0).pow(2).mean() + square(out.roll(1, 0))
 
@@ -148,12 +109,6 @@ def quantile_of_the_batch() -> Program:
 def pairs_over_the_batch(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     gram = (out[:, None] - out[None]).pow(2).sum(-1)
     return (-gram).exp().mean() + torch.triu(gram, 1).mean() + F.pdist(out).mean()
-
-
-@built_by(of)
-def rows_in_another_order(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    order = torch.arange(len(out)).flip(0)
-    return F.mse_loss(out, out[order].detach()) + F.cross_entropy(out.index_select(0, order), y)
 
 
 @built_by(of)
