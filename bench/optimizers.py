@@ -29,7 +29,7 @@ import torch
 from _run import filled, keep_line, kept_lines, markdown
 from parity import TrainGraph
 from torch import Tensor, nn
-from zoo.packages import declare_torchvision_ops
+from zoo.trial import declare_torchvision_ops
 
 import graphzero as gz
 from graphzero.errors import GraphZeroError

@@ -159,14 +159,10 @@ def split_experts(options: argparse.Namespace, way: str, room: float) -> Step:
     return graph
 
 
-def name_of_way(way: str, room: float) -> str:
-    return f"`{way}`" + (f", room for {room:g} shares" if way == "exchange" else "")
-
-
 EXPERTS: dict[str, Begin] = {
     "DDP": lambda options: under_ddp(small_mixture()),
     **{
-        name_of_way(way, room): partial(split_experts, way=way, room=room)
+        f"`{way}`{f', room for {room:g} shares' * (way == 'exchange')}": partial(split_experts, way=way, room=room)
         for way, room in (("weights", 1.25), ("tokens", 1.25), ("exchange", 1.25), ("exchange", 2.0))
     },
 }

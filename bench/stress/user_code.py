@@ -154,22 +154,21 @@ def report(outcomes: Sequence[Outcome], seconds: float) -> str:
     return f"{len(programs)} programs, {len(outcomes)} cells in {seconds / 60:.0f} minutes: {said}"
 
 
-def drawn(only: str, count: int | None, seed: int, every: int = 1) -> list[Cell]:
-    names = [name for name in PROGRAMS if re.search(only, name)][::every]
+def drawn(only: str, count: int | None, seed: int) -> list[Cell]:
+    names = [name for name in PROGRAMS if re.search(only, name)]
     return [cell for name in names for cell in islice(cells.cells_of(name, seed), count)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="programs whose name matches this regular expression")
-    parser.add_argument("--every", type=int, default=1, help="every n-th program only")
     parser.add_argument("--cells", type=int, help="so many cells of each program; by default all")
     parser.add_argument("--seed", type=int, default=0, help="draws other cells")
     parser.add_argument("--show", action="store_true", help="print each cell's outcome, not only faults")
     options = parser.parse_args()
     os.environ["GRAPHZERO_PROGRESS"] = "off"
     began, found = time.monotonic(), []
-    for one in outcomes(drawn(options.only, options.cells, options.seed, options.every)):
+    for one in outcomes(drawn(options.only, options.cells, options.seed)):
         found.append(one)
         if one.outcome == "fault" or options.show:
             print(f"{one.outcome.upper()} {one.cell}\n      {one.text}", flush=True)

@@ -261,11 +261,6 @@ def _more_dims(batch: Batch, wanted: str, got: str) -> None:
         batch.drawn[name] = replace(draw, shape=(BATCH, 1, *draw.shape[1:]))
 
 
-def _image_size(batch: Batch, height: str, width: str) -> None:
-    draw = batch.drawn["pixel_values"]
-    batch.drawn["pixel_values"] = replace(draw, shape=(*draw.shape[:-2], int(height), int(width)))
-
-
 def _places(batch: Batch, features: str) -> None:
     """Let each row of words have its share of the places where images or sounds go."""
     mark = next(
@@ -300,17 +295,6 @@ def _given(batch: Batch, name: str) -> None:
         batch.drawn[name] = Draw((BATCH, LENGTH, int(_of(batch.text, ("hidden_size", "d_model"), 32))))
 
 
-def _image_sizes(batch: Batch, *said: str) -> None:
-    if "image_sizes" in batch.arguments and "pixel_values" in batch.drawn:
-        batch.constants["image_sizes"] = [list(batch.drawn["pixel_values"].shape[-2:])] * BATCH
-
-
-def _tiles(batch: Batch, count: str) -> None:
-    draw = batch.drawn.get("pixel_values")
-    if draw is not None and len(draw.shape) == 4 and int(count) < 10:
-        batch.drawn["pixel_values"] = replace(draw, shape=(BATCH, int(count), *draw.shape[1:]))
-
-
 def _mask(batch: Batch, *said: str) -> None:
     for name in ("input_features_mask", "feature_attention_mask", "padding_mask", "attention_mask"):
         if name in batch.arguments and name not in batch.constants and "input_features" in batch.drawn:
@@ -327,10 +311,7 @@ FITS: tuple[tuple[str, Callable[..., None]], ...] = (
     (r"cannot be multiplied \((\d+)x(\d+) and (\d+)x\d+\)", _product),
     (r"to have (\d+) channels, but got (\d+) channels", _channels),
     (r"not enough values to unpack \(expected (\d+), got (\d+)\)", _more_dims),
-    (r"doesn't match model \((\d+)\*(\d+)\)", _image_size),
     (r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\) at non-singleton dimension 2", _widen),
     (r"to be of length (?P<wanted>\d+), but found (?P<got>\d+)", lambda batch, wanted, got: _widen(batch, got, wanted)),
-    (r"object is not iterable|has no len|object is not subscriptable", _image_sizes),
-    (r"split_sizes=\[(\d+)(?:, \1)*\]$", _tiles),
     (r"'(?:NoneType|bool)' object has no attribute '(?:sum|to|device)'", _mask),
 )

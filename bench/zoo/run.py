@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
 from _run import filled, in_child, keep_line, kept_lines, markdown
 
-from zoo import packages, transformers_models, trial
+from zoo import transformers_models, trial
 
 PHASES = ("graph", "export")
 PARTS = (transformers_models.cases, transformers_models.adapters)
@@ -55,7 +55,7 @@ def main() -> int:
     if options.page:
         write_page(list(found.values()))
         return 0
-    packages.load()
+    trial.load_packages()
     gc.freeze()  # what is loaded is not looked through in every child
     again = set(filter(None, options.again.split(",")))
     names = [name for name in cases() if re.search(options.only, name)][:: options.sample]

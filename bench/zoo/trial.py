@@ -7,14 +7,21 @@ float64 as well, in both, so that rounding cannot hide what is wrong.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
 import random
 import re
-import traceback
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
 
 import numpy as np
 import torch
@@ -23,12 +30,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import graphzero as gz
-from zoo.packages import products_in_float64
 
 RANKS, STEPS, RATE = 4, 3, 1e-3
-EPSILON = (
-    1e-6  # AdamW's: gradients that are rounding noise, of 1e-12, move nothing by more than a millionth of the rate
-)
+EPSILON = 1e-6  # AdamW's: gradients that are rounding noise, of 1e-12, move nothing by over a millionth of the rate
 LOSS_BOUND = 1e-9  # relative
 STATE_BOUND = 1e-9  # absolute: a millionth of what AdamW moves a parameter in one step
 GROWTH = 100  # times what a perturbation by one rounding of the parameters grows to in plain PyTorch
@@ -251,11 +255,72 @@ def exported(make: Callable[[], Trial]) -> dict[str, Any]:
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """An error's cause, without names and numbers, so that equal ones count together; its text; where it was raised."""
+    """An error's cause, without names and numbers, so that equal ones count together, and its text."""
     text = str(error).strip()
     first = text.splitlines()[0] if text else ""
     cause = re.sub(r"'[^']*'|\"[^\"]*\"|`[^`]*`", "'...'", first)
     cause = re.sub(r"\d+", "N", cause)
-    frames = traceback.extract_tb(error.__traceback__)
-    where = " < ".join(f"{f.filename.split('site-packages/')[-1]}:{f.lineno}" for f in reversed(frames[-3:]))
-    return {"cause": f"{type(error).__name__}: {cause[:160]}", "message": text[:1500], "raised": where}
+    return {"cause": f"{type(error).__name__}: {cause[:160]}", "message": text[:1500]}
+
+
+# ---- the packages whose models are tried, loaded once, before models' processes are forked
+
+USUAL = (
+    "torchvision", "transformers", "transformers.modeling_utils", "transformers.masking_utils",
+    "transformers.models.auto.modeling_auto", "transformers.integrations.moe", "transformers.loss.loss_utils",
+    "transformers.modeling_rope_utils", "transformers.models.llama.modeling_llama", "torch._dynamo", "torch.export",
+    "torch.distributed.tensor", "graphzero.graph",
+)  # fmt: skip
+_OPS: list[torch.library.Library] = []
+
+
+def load_packages() -> None:
+    declare_torchvision_ops()
+    for name in USUAL:
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
+    if importlib.util.find_spec("transformers"):
+        name_rules()
+
+
+def name_rules() -> None:
+    """How transformers' own product of groups may be split; see ``products_in_float64``."""
+    forward, backward = torch.ops.transformers.grouped_mm_fallback, torch.ops.transformers.grouped_mm_fallback_backward
+    gz.sbp.rule(forward.default, "_k,_kn,~_->_n")
+    gz.sbp.rule(backward.default, "~_k,~_kn,~_,_n->_k:123,_kn:023")
+
+
+@contextmanager
+def products_in_float64() -> Iterator[None]:
+    """torch's product of groups takes no float64; transformers' own op stands in, for plain PyTorch too."""
+    if importlib.util.find_spec("transformers") is None:
+        yield
+        return
+    from transformers.integrations import moe
+
+    with patch.object(moe, "_can_use_grouped_mm", lambda *args: False):
+        yield
+
+
+def _compiled() -> bool:
+    """Whether torchvision's own ops load; PyPI's are built for CUDA."""
+    try:
+        import torchvision
+    except Exception:
+        return False
+    return bool(torchvision.extension._has_ops())
+
+
+def declare_torchvision_ops() -> None:
+    """Where torchvision's compiled ops do not load, declare the two that it registers, so that the package loads.
+
+    No classifier or segmentation model calls them.
+    """
+    if importlib.util.find_spec("torchvision") is None or _compiled():
+        return
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _OPS.append(library)

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 pytest.importorskip("transformers")
-from zoo import packages as zoo_packages
 from zoo import run
 from zoo.run import cases
-from zoo.trial import Trial, judged
+from zoo.trial import Trial, judged, load_packages
 
 MODELS = (
     "transformers/llama/LlamaForCausalLM",
@@ -32,7 +31,7 @@ def square(module, batch):
 @pytest.fixture(scope="module", autouse=True)
 def packages():
     before = torch.get_default_dtype()
-    zoo_packages.load()
+    load_packages()
     yield
     torch.set_default_dtype(before)
 

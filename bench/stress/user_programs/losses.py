@@ -6,17 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stress.user_programs.program import (
-    Program,
-    built_by,
-    by_step,
-    classes,
-    flags,
-    floats,
-    mlp,
-    program,
-    trained,
-)
+from stress.user_programs.program import Program, built_by, by_step, classes, flags, floats, mlp, program, trained
 
 WEIGHTS = [0.2, 1.0, 3.0, 0.5]
 
