@@ -119,18 +119,17 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="gpt2: more layers, more ranks; three processes each")
     parser.add_argument("--layers", type=int, nargs="+", help="numbers of layers, at 64 ranks")
     parser.add_argument("--ranks", type=int, nargs="+", help="gpt2: numbers of ranks, at 12 layers")
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3))
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3)
     parser.add_argument("--repeat", type=int, help="processes per measurement: by default 1, with --full 3")
     parser.add_argument("--measure", type=int, nargs=2, metavar=("LAYERS", "RANKS"), help="one measurement, as JSON")
     options = options_of(parser)
-    stage = options.stage if options.stage is not None else 3
     if options.measure:
         layers, ranks = options.measure
-        print(json.dumps(MODELS[options.subject](layers, ranks, stage)))
+        print(json.dumps(MODELS[options.subject](layers, ranks, options.stage)))
         return
     repeat = options.repeat or 1 + 2 * options.full
-    found = {cell: fastest(options.subject, *cell, stage, repeat) for cell in cells_of(options)}
-    print(f"{options.subject}, stage {stage}, one core\n")
+    found = {cell: fastest(options.subject, *cell, options.stage, repeat) for cell in cells_of(options)}
+    print(f"{options.subject}, stage {options.stage}, one core\n")
     show(found)
 
 

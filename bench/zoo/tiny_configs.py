@@ -106,9 +106,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 0]}}},
     "glm4v_text|glm_ocr_text|glm_image_text": {"rope_parameters": {"mrope_section": [2, 1, 1]}},
     "glm4v_moe_text": {"rope_parameters": {"mrope_section": [1, 1, 0]}},
-    "exaone4_5|hyperclovax_vision_v2": {
-        "vision_config": {"window_size": 32, "fullatt_block_indexes": [1], "hidden_size": 32}
-    },
+    "hyperclovax_vision_v2": {"vision_config": {"window_size": 32, "fullatt_block_indexes": [1], "hidden_size": 32}},
     "blip-2|instructblip|instructblipvideo": {"image_token_index": 100},
     "dinov3_vit": {"pos_embed_shift": None, "pos_embed_jitter": None, "pos_embed_rescale": None},
 }
