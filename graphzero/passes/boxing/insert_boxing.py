@@ -91,8 +91,7 @@ class _Boxes:
             like = node if after or node.op != "placeholder" else reader
             name = f"{node.name.removesuffix('_pin')}_{''.join(sbp.kind.lower() for sbp in want)}"
             box = self.graph.call(ops.box, (node,), value.tensor_type(node), sbp=want, like=like, name=name)
-        at_end = reader.op == "output" and not after
-        box.meta["phase"] = "update" if at_end else value.phase_of(like if after else reader)
+        box.meta["phase"] = value.phase_of(node) if after else _phase_for(reader)
         role = _moved_role(node, reader)
         if role is not None:
             box.meta["role"] = role
@@ -110,9 +109,14 @@ class _Boxes:
             args = (gathered, *node.args[1:])
             name = f"{node.name}_{''.join(sbp.kind.lower() for sbp in want)}"
             view = self.graph.call(node.target, args, value.tensor_type(node), sbp=want, like=node, name=name)
-        view.meta["phase"] = value.phase_of(reader)
+        view.meta["phase"] = _phase_for(reader)
         self.made[node, want] = view
         return view
+
+
+def _phase_for(reader: fx.Node) -> str:
+    """The phase of what is made for a reader: what only leaves the step is made last."""
+    return "update" if reader.op == "output" else value.phase_of(reader)
 
 
 def _shows_another(node: fx.Node, want: Nd) -> bool:

@@ -57,6 +57,17 @@ update:
   return y; update(w=w1, m=m1)
 """
 
+RETURNED_VIEW = """
+graph step(tp=2)
+  x = batch()            : f32[8, 4]
+  w = param()            : f32[4, 6]  S(1)!
+forward:
+  u = use(w)             : f32[4, 6]
+  y = mm(x, u)           : f32[8, 6]
+  v = view(y, [2, 4, 6]) : f32[2, 4, 6]
+  return v
+"""
+
 LOWERED_STAGE_2 = """
 graph step(dp=4) lowered
   x    = batch()                    : f32[8, 16]  S(0)!
@@ -134,6 +145,12 @@ def test_a_reduction_for_an_output_belongs_to_the_phase_that_made_it() -> None:
     text = "graph g(dp=2)\n  x = batch() : f32[8, 4]\nforward:\n  a = sum(x) : f32[]\n  y = relu(x) : f32[8, 4]\n"
     for record in history(text + "  return a, y\n").values():
         assert "update:" not in str(record.after)
+
+
+def test_a_gathered_view_for_an_output_is_of_the_phase_of_its_gather() -> None:
+    boxed = Pipeline([Pin(), Propagate(), InsertBoxing()])(parse(RETURNED_VIEW))
+    gather = next(node for node in boxed.nodes if node.name == "y_b")
+    assert [node.meta["phase"] for node in (gather, *gather.users)] == ["update", "update"]
 
 
 # ---- the table, numerically
