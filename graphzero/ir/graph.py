@@ -216,13 +216,15 @@ class StepGraph:
     ) -> Node:
         """Add an op at the insert point of ``graph``; phase and source come from ``like`` unless said.
 
+        Without ``like`` the phase is the last one of the operands.
         type_: of the result, with its global shape: a TensorType, a ScalarType, or a tuple for several results.
         sbp: one per placement axis; None before ``propagate``.
         """
         node = _compat.add_node(self.graph, "call_function", target, args, kwargs or {}, name)
         node.meta["type"] = type_
         node.meta["sbp"] = sbp
-        node.meta["phase"] = phase or (value.phase_of(like) if like is not None else "forward")
+        sources = node.all_input_nodes if like is None else [like]
+        node.meta["phase"] = phase or value.last_phase(sources)
         node.meta["source"] = value.source_of(like) if like is not None else ""
         if like is not None and "module" in like.meta:
             node.meta["module"] = like.meta["module"]

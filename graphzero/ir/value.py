@@ -35,6 +35,7 @@ from graphzero.sbp.signature import TensorMeta
 from graphzero.sbp.types import Nd
 
 PHASES = ("input", "forward", "backward", "update")
+OP_PHASES = PHASES[1:]  # those of ops
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "f64",
@@ -236,6 +237,11 @@ def is_recomputed(node: fx.Node) -> bool:
 
 def phase_of(node: fx.Node) -> str:
     return str(node.meta.get("phase", "forward"))
+
+
+def last_phase(nodes: Iterable[fx.Node]) -> str:
+    """The last phase of the ops among nodes; forward if there are none."""
+    return max((phase_of(node) for node in nodes if node.op == "call_function"), key=PHASES.index, default="forward")
 
 
 def is_average(param: fx.Node) -> bool:

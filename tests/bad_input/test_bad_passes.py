@@ -131,6 +131,16 @@ def says_a_role_in_words(graph):
     return graph
 
 
+def says_a_phase_that_there_is_not(graph):
+    graph.outputs[0].meta["phase"] = "clip"
+    return graph
+
+
+def calls_a_value_of_forward_one_of_the_update(graph):
+    value.operand(graph.outputs[0]).meta["phase"] = "update"
+    return graph
+
+
 def makes_an_input_another(graph):
     param = next(graph.placeholders("param"))
     graph.set_role(param, value.Role("buffer", value.role_of(param).of))
@@ -163,6 +173,8 @@ BROKEN = [
     (writes_in_a_place_too_early, gz.VerifyError, "is told where to write at level captured"),
     (takes_a_number_of_numpy, gz.VerifyError, "an argument of type float64"),
     (says_a_role_in_words, gz.VerifyError, "has 'loss' for a role"),
+    (says_a_phase_that_there_is_not, gz.VerifyError, "has 'clip' for a phase", "forward, backward, update"),
+    (calls_a_value_of_forward_one_of_the_update, gz.VerifyError, "is of the phase forward", "of update, which follows"),
     (makes_an_input_another, gz.VerifyError, "buffer(model.weight)", "which was param(model.weight)"),
     (goes_to_other_ranks, gz.VerifyError, 'names=("tp",)', "Leave graph.placement"),
     (returns_a_number_beside, gz.VerifyError, "would hand out 3", "graph.set_output"),

@@ -52,6 +52,7 @@ FALSE = {
     "y = operator.mul('a', 1000000000) : float": "'y' computes with a value that is not a number",
     "y = operator.pow(10, 1000000000) : int": "may grow without bounds",
     "y = operator.lt(h, c) : float": "'y' is said to be float, but is bool",
+    "update:\n  a = neg(x) : f32[8, 4]\nforward:\n  y = neg(a) : f32[8, 4]": "of the phase forward and reads 'a' of",
     "y = relu(h) : f32[8, 4]": "'y' calls relu with what it cannot take",
     "y = full([4], h) : f32[5]": "'y' is said to be f32[5], but is f32[4]",
     "y = nonzero(x) : i64[8, 2]": "'y' calls nonzero with what it cannot take",

@@ -23,7 +23,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.local_calls import DRAWS, is_drawn_apart, local_call
 from graphzero.ir.storage import inplace
 from graphzero.ir.text.printer import op_name
-from graphzero.ir.value import ROLE_KINDS, Role, ScalarType, TensorType, Type
+from graphzero.ir.value import OP_PHASES, PHASES, ROLE_KINDS, Role, ScalarType, TensorType, Type
 from graphzero.ir.verifier.infer_types import NUMBERS, as_key, infer
 from graphzero.ir.verifier.pass_op_types import FORMS, Unfit, kind_of_number, need
 from graphzero.ir.verifier.violation import violation
@@ -58,13 +58,15 @@ def check_stated(graph: StepGraph, nodes: Iterable[fx.Node], where: str) -> None
 
 
 def check_facts(graph: StepGraph, where: str) -> None:
-    """Raise VerifyError for the first node with types, SBPs, a role or arguments that are not of their classes."""
+    """Raise VerifyError for the first node with types, SBPs, a role, a phase or arguments that are not of their
+    classes, or with an earlier phase than what it reads."""
     for node in graph.nodes:
         try:
             if node.op == "call_function":
                 _check_facts(node)
+                _check_phase(node)
         except Unfit as error:
-            hint = "graph.call(target, args, type, sbp=...) and graph.set_role(node, role) take them"
+            hint = "graph.call(target, args, type, sbp=..., phase=...) and graph.set_role(node, role) take them"
             raise VerifyError(f"{where}'{node.name}' {error}\n  {hint}") from None
 
 
@@ -122,8 +124,18 @@ def _check_facts(node: fx.Node) -> None:
     need(strange is None, f"has an argument of type {type(strange).__name__}, neither a value nor a constant")
 
 
+def _check_phase(node: fx.Node) -> None:
+    """An op is of a phase, and what it reads is of no later one: passes cut a step between phases."""
+    phase = value.phase_of(node)
+    need(phase in OP_PHASES, f"has {phase!r:.60} for a phase, which is one of {', '.join(OP_PHASES)}")
+    for x in node.all_input_nodes:
+        is_later = x.op == "call_function" and PHASES.index(value.phase_of(x)) > PHASES.index(phase)
+        need(not is_later, f"is of the phase {phase} and reads '{x.name}' of {value.phase_of(x)}, which follows")
+
+
 def _check_call(graph: StepGraph, node: fx.Node) -> None:
     target: Any = node.target
+    _check_phase(node)
     for operand in node.all_input_nodes:
         many = isinstance(value.type_of(operand), tuple)
         need(not many or target in (operator.getitem, ops.wait), f"reads '{operand.name}', which has several results")
