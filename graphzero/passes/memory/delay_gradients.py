@@ -8,7 +8,8 @@ tried at a few later places, with all that follows from it, and the best is take
 counted by ``StorageSpans``, without communication slots and transfers under way; what the program that comes out really
 needs, only its plan says.
 
-Where the peak is elsewhere it gains nothing, and then it is not among the passes.
+Worth 4.9, 4.4 and 6.4 % of the planned peak of a GPT of 7 M parameters at stages 0, 1 and 2, whose head is large; of
+models whose peak is elsewhere nothing, and then it is not among the passes (``python bench/ablation.py parts``).
 """
 
 from __future__ import annotations
