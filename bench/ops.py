@@ -31,12 +31,12 @@ from torch.utils import _pytree as pytree
 
 from graphzero.capture import Captured, Input, Inputs, Step, capture
 from graphzero.errors import CaptureError
-from graphzero.inspect.initial_state import start_of
-from graphzero.inspect.stage_values import walk
 from graphzero.ir import calls as ir_calls
 from graphzero.ir import ops as ir_ops
 from graphzero.ir.value import role_of
 from graphzero.ops import UNIFORM_LIKE
+from graphzero.plugins.check.initial_state import start_of
+from graphzero.plugins.check.stage_values import walk
 from graphzero.runtime import kernels
 from graphzero.sbp.op_call import op_name
 from graphzero.sbp.placement import placement

@@ -20,7 +20,7 @@ MODULES = {
     "graphzero.sbp": "gz.sbp",
     "graphzero.passes": "gz.passes",
     "graphzero.testing": "gz.testing",
-    "graphzero.inspect": "graphzero.inspect",
+    "graphzero.plugins.check": "graphzero.plugins.check",
 }
 NOT_FOR_USERS = "For the rest of graphzero:"  # how the text of a method begins that is left out
 HEAD = """# Reference

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from graphzero.errors import SbpError as SbpError
     from graphzero.errors import VerifyError as VerifyError
     from graphzero.graph import Graph
-    from graphzero.inspect import check as check
     from graphzero.ir.graph import StepGraph
     from graphzero.ir.text.parser import parse
     from graphzero.logs import set_logs as set_logs
     from graphzero.passes import Pipeline
     from graphzero.plan import Plan
+    from graphzero.plugins.check import check as check
     from graphzero.plugins.deepspeed import DeepSpeed as DeepSpeed
     from graphzero.plugins.explain import explain as explain
     from graphzero.plugins.page import save_page as save_page
@@ -85,7 +85,7 @@ _HOMES = {
     "StepGraph": "ir.graph",
     "Trace": "plugins.profiler",
     "VerifyError": "errors",
-    "check": "inspect",
+    "check": "plugins.check",
     "explain": "plugins.explain",
     "latest": "serialization",
     "load": "serialization",

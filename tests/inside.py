@@ -9,8 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 import graphzero as gz
-from graphzero.inspect import checking
-from graphzero.inspect.report import Report
+from graphzero.plugins.check import checking
+from graphzero.plugins.check.report import Report
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.execute.program import Program
 from graphzero.runtime.execute.steps import Barrier, Env

@@ -5,8 +5,8 @@ import torch
 from graphs import TrainGraph, mean_square
 
 import graphzero as gz
-from graphzero.inspect.float64_step import Float64Mode
 from graphzero.ops import grouped_mm
+from graphzero.plugins.check.float64_step import Float64Mode
 from graphzero.sbp import B, S
 from graphzero.sbp.rule_checks import check_rule
 

@@ -39,7 +39,7 @@ UNUSED = (
     "graphzero.plugins.calibrate",
     "graphzero.plugins.explain",
     "graphzero.cli",
-    "graphzero.inspect",
+    "graphzero.plugins.check",
 )
 
 

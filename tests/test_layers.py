@@ -21,7 +21,7 @@ LAYERS = (  # what stands in one line does not know each other
     {"step"},
     {"checkpoint"},
     {"graph", "region", "convert"},
-    {"nn", "inspect", "serialization"},
+    {"nn", "serialization"},
     {"testing"},
     {"cli", "pytest_plugin"},
     {"plugins"},

@@ -11,12 +11,12 @@ from torch import Tensor, fx
 
 from graphzero import _compat
 from graphzero.errors import ConfigError
-from graphzero.inspect.simulate import RankValues, lower_program, run_program
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import ScalarType
 from graphzero.runtime.tensors.shards import piece
 from graphzero.testing import accept
+from graphzero.testing.simulate import RankValues, lower_program, run_program
 
 
 def assert_graph(graph: StepGraph, expected: str) -> None:

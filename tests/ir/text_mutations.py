@@ -25,12 +25,12 @@ from models import CASES, OPTIMIZERS
 from parity import TrainGraph
 
 import graphzero as gz
-from graphzero.inspect.simulate import lower_program, run_program
 from graphzero.ir import known_ops
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.verifier.verify import verify
 from graphzero.plan import plan_of
 from graphzero.testing.compare import random_inputs
+from graphzero.testing.simulate import lower_program, run_program
 
 SECONDS, BYTES = 2.0, 200 * 2**20
 RUN_BYTES = 2**24  # of all values of a program together: a larger one is planned, and not run

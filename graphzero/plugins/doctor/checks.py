@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from graphzero.errors import GraphZeroError
 from graphzero.graph import Graph
-from graphzero.inspect.compare import difference
 from graphzero.ir.streams.launches import list_rank_launches
 from graphzero.plugins.calibrate.command import meet
+from graphzero.plugins.check.compare import difference
 from graphzero.plugins.doctor.flight_recorder import compare_launches, last_record, list_recorded, read_recorder
 from graphzero.runtime.tensors.shards import piece
 from graphzero.runtime.world.accelerators import ACCELERATORS, synchronize

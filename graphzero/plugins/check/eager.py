@@ -29,9 +29,9 @@ from graphzero.capture.randomness import Draws
 from graphzero.capture.trace.casts import ParameterCasts
 from graphzero.capture.trace.other_threads import blocking_other_threads, capture_lock
 from graphzero.capture.trace.tracing_context import tracing_context
-from graphzero.inspect.float64_step import Float64Mode
-from graphzero.inspect.initial_state import StepStart
 from graphzero.ops import RANK_KEY
+from graphzero.plugins.check.float64_step import Float64Mode
+from graphzero.plugins.check.initial_state import StepStart
 from graphzero.runtime.tensors.shards import coordinates, join, piece
 from graphzero.sbp.placement import Placement
 

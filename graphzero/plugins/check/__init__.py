@@ -4,7 +4,7 @@
 ``stage_values`` runs the program after every pass; ``compare`` says what is beyond rounding; ``report`` writes it down.
 """
 
-from graphzero.inspect.checking import check
-from graphzero.inspect.report import Report, Stage
+from graphzero.plugins.check.checking import check
+from graphzero.plugins.check.report import Report, Stage
 
 __all__ = ["Report", "Stage", "check"]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero.inspect.simulate import RankValues
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.runtime.tensors.shards import piece
+from graphzero.testing.simulate import RankValues
 
 SMALL = 1e-3  # values below this are measured against it: a gradient that is exactly zero holds rounding noise alone
 

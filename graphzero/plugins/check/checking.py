@@ -10,14 +10,14 @@ import torch
 from graphzero import _compat
 from graphzero.errors import CapacityError, ConfigError, hides_frames
 from graphzero.graph import Graph
-from graphzero.inspect.compare import difference, held_difference, tolerance
-from graphzero.inspect.eager import eager_step
-from graphzero.inspect.first_difference import first_difference, first_nonfinite
-from graphzero.inspect.float64_step import widen_program
-from graphzero.inspect.initial_state import StepStart, start_of
-from graphzero.inspect.report import Report, Stage, beyond_lines, with_second
-from graphzero.inspect.stage_values import StageRun, run_stage
 from graphzero.ir import value
+from graphzero.plugins.check.compare import difference, held_difference, tolerance
+from graphzero.plugins.check.eager import eager_step
+from graphzero.plugins.check.first_difference import first_difference, first_nonfinite
+from graphzero.plugins.check.float64_step import widen_program
+from graphzero.plugins.check.initial_state import StepStart, start_of
+from graphzero.plugins.check.report import Report, Stage, beyond_lines, with_second
+from graphzero.plugins.check.stage_values import StageRun, run_stage
 from graphzero.runtime.world.consensus import CHECK
 from graphzero.step.program import StepProgram
 

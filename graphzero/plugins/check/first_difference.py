@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphzero.inspect.compare import held_difference, is_finite
-from graphzero.inspect.simulate import RankValues
-from graphzero.inspect.stage_values import StageRun, moved_from
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_name
 from graphzero.ir.calls import is_op
 from graphzero.ir.text.printer import op_name, print_line
+from graphzero.plugins.check.compare import held_difference, is_finite
+from graphzero.plugins.check.stage_values import StageRun, moved_from
+from graphzero.testing.simulate import RankValues
 
 _SHOWN = 6
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx
 
 from graphzero import _compat
-from graphzero.inspect.simulate import RankValues, lower_program, run_program
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_name
 from graphzero.ir.graph import StepGraph
@@ -24,6 +23,7 @@ from graphzero.ir.text.printer import print_line
 from graphzero.ir.transfer import delivered
 from graphzero.ops import AS_GLOBAL
 from graphzero.runtime import kernels
+from graphzero.testing.simulate import RankValues, lower_program, run_program
 
 _SEEN = "__seen_"
 _HIDDEN = (ops.assign, ops.launch, ops.wait, *ops.HOST_COPIES)

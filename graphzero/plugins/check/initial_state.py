@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from graphzero.capture import Input, OptimizerSpec, Step
-from graphzero.inspect.float64_step import to_float64
 from graphzero.ir import value
+from graphzero.plugins.check.float64_step import to_float64
 from graphzero.runtime.state.modules import paths_by_id
 from graphzero.runtime.state.seed import key_tensor
 from graphzero.runtime.tensors.resplit import whole

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import graphzero as gz
-from graphzero.inspect.report import Report, Stage
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
+from graphzero.plugins.check.report import Report, Stage
 from graphzero.sbp import registry
 
 FOUR = gz.placement("cpu", range(4), virtual=True)
