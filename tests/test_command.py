@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import graphzero as gz
-from graphzero.cli import command, main, opt
+from graphzero.cli import command, main
 from graphzero.cli.output import check_output, write_output
+from graphzero.plugins.opt import command as opt
 
 
 @pytest.mark.parametrize(

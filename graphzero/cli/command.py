@@ -1,11 +1,9 @@
 """The command ``graphzero``: questions about a step from a shell, without a training script.
 
-    graphzero opt FILE --passes TEXT    run passes over a printed program; see ``opt``
-    graphzero plan FILE:FACTORY         say what a step costs on ranks that are not there; see ``plan``
-
-and the commands of plug-ins, see ``graphzero.extensions``.  What a FACTORY is says ``factory``.  Exit status: 0; 1
-where the answer is no: a law is broken, a step cannot be captured; 2 for a wrong command or wrong input, and where the
-output cannot be written; 130 after Ctrl-C, 141 where the output is no longer read, as shells number these.
+Its commands are plug-ins, see ``graphzero.extensions``; ``factory`` and ``output`` are for several of them.  Exit
+status: 0; 1 where the answer is no: a law is broken, a step cannot be captured; 2 for a wrong command or wrong input,
+and where the output cannot be written; 130 after Ctrl-C, 141 where the output is no longer read, as shells number
+these.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from typing import Protocol
 import torch
 
 from graphzero import __version__
-from graphzero.cli import opt, plan
 from graphzero.errors import ConfigError, GraphZeroError, PlacementError
 from graphzero.extensions import COMMANDS, Extension, extensions
 
@@ -34,9 +31,6 @@ class Command(Protocol):
     def add_arguments(self) -> Callable[[argparse.ArgumentParser], None]: ...
     @property
     def run(self) -> Callable[[argparse.Namespace], int | None]: ...
-
-
-BUILT_IN: dict[str, Command] = {"opt": opt, "plan": plan}
 
 
 STOPPED, UNREAD = 128 + 2, 128 + 13  # by SIGINT, by SIGPIPE
@@ -76,16 +70,14 @@ def _drop_output() -> None:
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser.  Of plug-ins only the one is imported whose command is asked for; all of them for --help."""
+    """The parser.  Only the plug-in is imported whose command is asked for; all of them for --help."""
     parser = argparse.ArgumentParser("graphzero", description="Ask something of a step of training.")
     parser.add_argument("--version", action="version", version=f"graphzero {__version__}, torch {torch.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     plugins = extensions(COMMANDS)
-    for name in sorted({*BUILT_IN, *plugins}):
-        if name in BUILT_IN and name in plugins:
-            raise plugins[name].refusal("has the name of a built-in command")
-        if not {*arguments[:1]} & {*BUILT_IN, *plugins} - {name}:
-            command = BUILT_IN[name] if name in BUILT_IN else _plugin_command(plugins[name])
+    for name in sorted(plugins):
+        if not {*arguments[:1]} & plugins.keys() - {name}:
+            command = _plugin_command(plugins[name])
             subparser = subparsers.add_parser(name, help=command.SUMMARY)
             command.add_arguments(subparser)
             subparser.set_defaults(run=command.run)

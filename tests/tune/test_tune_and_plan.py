@@ -12,8 +12,9 @@ import torch
 from tuned_steps import WILLING
 
 import graphzero as gz
-from graphzero.cli import factory, plan
+from graphzero.cli import factory
 from graphzero.plan.device import Device, names
+from graphzero.plugins.plan.command import planned
 from graphzero.plugins.tune import command as tune
 from graphzero.plugins.tune.layout import Layout
 from graphzero.plugins.tune.price import Bound, price
@@ -45,9 +46,9 @@ def test_a_layout_has_one_peak_one_traffic_and_one_time(tmp_path, name, model):
     options = parser.parse_args([what, "--axes", "dp=4", "--device", name, "--quiet", "--top", "40"])
     found, _ = tune.search_layouts(options, device)
     plain = {one.layout.stage: one for one in found.fitting if one.layout == Layout((("dp", 4),), one.layout.stage)}
-    planned = plan.planned(what, placement(device.type, range(4)), (0, 1, 2, 3), device)
-    assert found.room == planned.memory
-    for stage in planned.stages:
+    plans = planned(what, placement(device.type, range(4)), (0, 1, 2, 3), device)
+    assert found.room == plans.memory
+    for stage in plans.stages:
         layout = plain[stage.stage]
         assert (layout.peak, layout.plan.comm_bytes) == (stage.peak, stage.plan.comm_bytes)
         assert layout.seconds == pytest.approx(stage.timeline.seconds, rel=1e-9)
@@ -91,8 +92,8 @@ def test_a_layout_of_pipeline_stages_has_one_peak_one_traffic_and_one_time(stage
     found, step = tuned(f"{staged_file}:make", "--axes", "pp=2,dp=2", "--device", "h100")
     assert {one.layout.axes for one in found.fitting} == {axes}
     where = placement("cuda", [[0, 1], [2, 3]], ("pp", "dp"))
-    planned = plan.planned(f"{staged_file}:make", where, (0, 1, 2, 3), device)
-    for stage in planned.stages:
+    plans = planned(f"{staged_file}:make", where, (0, 1, 2, 3), device)
+    for stage in plans.stages:
         priced = price(step, Layout(axes, stage.stage, micro_batches=2), {}, device)
         assert priced.plan.pipeline.schedule == "zb1p"
         assert (priced.peak, priced.plan.comm_bytes) == (stage.peak, stage.plan.comm_bytes)

@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from graphzero.cli import factory, plan
+from graphzero.cli import factory
 from graphzero.config.stages import AutoStages
 from graphzero.errors import ConfigError, GraphZeroError
 from graphzero.plan.device import Device
+from graphzero.plugins.plan.command import size_of
 from graphzero.plugins.tune.captured_step import CapturedStep, captured_step, with_rows
 from graphzero.plugins.tune.layout import TENSOR, axes_of, hybrid_axes
 from graphzero.plugins.tune.report import does_not_fit, report
@@ -86,7 +87,7 @@ def search_layouts(options: argparse.Namespace, device: Device) -> tuple[SearchR
         raise ConfigError("tune: --top is 1 or more, --seconds 0 or more")
     if said is not None and options.pipeline is not None:
         raise ConfigError("--axes says the pipeline axis too: leave out --pipeline, and write --axes pp=4,dp=2")
-    room = plan.size_of(options.memory) if options.memory is not None else device.usable
+    room = size_of(options.memory) if options.memory is not None else device.usable
     with fake_world(ranks), warnings.catch_warnings(record=True) as warned, redirect_stdout(sys.stderr):
         warnings.simplefilter("once")
         step = _captured(options, ranks, said, device)

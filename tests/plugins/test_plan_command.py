@@ -12,9 +12,9 @@ import torch
 
 import graphzero as gz
 from graphzero.cli import factory, main
-from graphzero.cli.least_ranks import least_ranks
-from graphzero.cli.plan import peak_at, plan_at, size_of
 from graphzero.plan.device import Device
+from graphzero.plugins.plan.command import peak_at, plan_at, size_of
+from graphzero.plugins.plan.least_ranks import least_ranks
 
 FILE = """
 import torch
@@ -244,7 +244,7 @@ def test_help_has_an_example_and_says_what_a_status_means(capsys: pytest.Capture
 @pytest.mark.slow
 def test_the_examples_file_is_a_factory() -> None:
     pytest.importorskip("transformers")
-    examples = Path(__file__).parent.parent / "examples" / "plans"
+    examples = Path(__file__).resolve().parents[2] / "examples" / "plans"
     with gz.testing.fake_world(2), torch.device("meta"):
         graph, (ids,) = factory.make(f"{examples / 'gpt2.py'}:make", gz.placement("cuda", range(2)), 3)
     assert graph.config.settings.zero.stage == 3 and ids.shape == (8, 1024)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from graphzero.cli.least_ranks import Least
-from graphzero.cli.plan_report import PlanReport, StagePlan, traffic
 from graphzero.plan.plan import CATEGORIES, format_seconds, mega
+from graphzero.plugins.plan.least_ranks import Least
+from graphzero.plugins.plan.report import PlanReport, StagePlan, traffic
 from graphzero.sbp.placement import PIPELINE
 
 WIDTH = 13  # of a column

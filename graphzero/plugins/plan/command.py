@@ -19,9 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from graphzero.cli import factory, plan_table
-from graphzero.cli.least_ranks import Least, least_ranks
-from graphzero.cli.plan_report import PlanReport, StagePlan
+from graphzero.cli import factory
 from graphzero.errors import ConfigError
 from graphzero.plan.device import Device, names
 from graphzero.plan.pipelines.pipeline_peak import largest_in_pipeline
@@ -29,6 +27,9 @@ from graphzero.plan.pipelines.pipeline_seconds import pipeline_seconds
 from graphzero.plan.pipelines.pipeline_timeline import pipeline_timeline
 from graphzero.plan.program_costs import largest_at_peak, pieces_at_peak
 from graphzero.plan.timeline import timeline
+from graphzero.plugins.plan import table
+from graphzero.plugins.plan.least_ranks import Least, least_ranks
+from graphzero.plugins.plan.report import PlanReport, StagePlan
 from graphzero.sbp.placement import Placement, placement
 
 SUMMARY = "say what a step costs on ranks that are not there"
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     if where is None:
         raise ConfigError("plan needs to know the ranks: --ranks 64, --axes dp=8,tp=8 or --hierarchy 8x8")
     report = planned(options.factory, where, stages, device, memory, options.jobs)
-    print(json.dumps(report.to_json(), indent=1) if options.json else plan_table.text(report))
+    print(json.dumps(report.to_json(), indent=1) if options.json else table.text(report))
     return int(memory is not None and all(one.peak > memory for one in report.stages))
 
 

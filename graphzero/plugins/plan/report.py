@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from graphzero.cli.least_ranks import Least
 from graphzero.plan.device import Device
 from graphzero.plan.pipelines.pipeline_peak import fullest_member
 from graphzero.plan.plan import PipelinePlan, Plan
 from graphzero.plan.program_costs import AtPeak
 from graphzero.plan.timeline import Timeline
+from graphzero.plugins.plan.least_ranks import Least
 from graphzero.sbp.placement import PIPELINE, Placement
 
 

@@ -1,0 +1,1 @@
+"""``graphzero opt``: passes over a printed program."""

@@ -1,0 +1,1 @@
+"""``graphzero plan``: what a step costs on ranks that are not there, at each ZeRO stage."""
