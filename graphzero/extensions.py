@@ -6,6 +6,7 @@ graphzero.passes       a ``graphzero.passes.PassEntry``: a pass, its place in th
 graphzero.settings     a ``graphzero.config.PluginSetting``: default and check of ``graph.config.NAME``
 graphzero.inputs       a transform of a call's inputs, on where the setting of its name is not its default
 graphzero.configs      ``reader(config, given)``, which ``GraphConfig.from_NAME(given)`` calls
+graphzero.stages       a ``StageChooser``: pipeline stages of a captured step; ``config.set_stage("NAME")``
 graphzero.executors    a ``RegionCompiler``: how compute between collectives runs; ``config.set_executor("NAME")``
 =====================  ================================================================================
 
@@ -28,9 +29,9 @@ from typing import Any
 
 from graphzero.errors import ConfigError
 
-COMMANDS, PASSES, SETTINGS, INPUTS, CONFIGS, EXECUTORS = POINTS = (
+COMMANDS, PASSES, SETTINGS, INPUTS, CONFIGS, STAGES, EXECUTORS = POINTS = (
     "graphzero.commands", "graphzero.passes", "graphzero.settings", "graphzero.inputs", "graphzero.configs",
-    "graphzero.executors",
+    "graphzero.stages", "graphzero.executors",
 )  # fmt: skip
 DISTRIBUTION = "graphzero-torch"  # which has this file
 PACKAGE = __name__.partition(".")[0]

@@ -24,6 +24,7 @@ from graphzero.config.settings import Settings
 from graphzero.config.stages import read_auto_stages, with_stage
 from graphzero.config.zero import zero_of
 from graphzero.errors import ConfigError
+from graphzero.extensions import STAGES, extensions
 from graphzero.passes.experts.expert_ways import CAPACITY
 from graphzero.plan.device import Device
 from graphzero.runtime.world import launch
@@ -281,11 +282,12 @@ class GraphConfig(metaclass=PluginMembers):
         ``base_model_pp_plan``, between the modules that it names.  Modules that are also marked stay where they are.
         device: for "auto", a name or file, as for ``graphzero plan``: the slowest stage then takes the fewest seconds,
         planned for forward and backward.  Without it stages have equal numbers of parameters to read, if possible.
+        A plug-in may add other choosers, ``set_stage("NAME")``.
 
         Raises ConfigError for a placement without an axis "pp".
         """
-        if isinstance(module, str) and module == "auto":
-            self._set(auto_stages=read_auto_stages(stage, device, self._placement))
+        if isinstance(module, str) and module in extensions(STAGES):
+            self._set(auto_stages=read_auto_stages(module, stage, device, self._placement))
             return
         if device is not None:
             raise ConfigError('set_stage(..., device=...): a device is of set_stage("auto"); leave it out')

@@ -112,7 +112,7 @@ class Settings(Checked):
         None,
         Check(lambda x: x is None or isinstance(x, AutoStages), "give the number of stages, or nothing"),
         'set_stage("auto", {})',
-        doc='What ``set_stage("auto")`` was given; None without it.',
+        doc='What ``set_stage("auto")``, or another chooser, was given; None without it.',
     )
     pipeline: str | PipelineSchedule = setting("1f1b", SCHEDULE, "set_pipeline({})")
     executor: str = setting(EAGER, EXECUTOR, "set_executor({})")

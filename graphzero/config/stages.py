@@ -41,34 +41,37 @@ class AutoStages(NamedTuple):
     """A request to put modules on stages automatically, once the step is known.
 
     stages: how many; None for as many as the schedule has by itself.  device: whose seconds are evened out; None for
-    parameters.
+    parameters.  chooser: the plug-in that chooses, see ``graphzero.plan.pipelines.stage_chooser``.
     """
 
     stages: int | None = None
     device: Device | None = None
+    chooser: str = "auto"
 
     def __str__(self) -> str:
-        return ("auto" if self.stages is None else f"auto: {self.stages}") + (
+        return (self.chooser if self.stages is None else f"{self.chooser}: {self.stages}") + (
             f" on {self.device.name}" if self.device is not None else ""
         )
 
     def __hash__(self) -> int:
-        return hash((self.stages, self.device.name if self.device is not None else ""))
+        return hash((self.stages, self.device.name if self.device is not None else "", self.chooser))
 
 
-def read_auto_stages(count: Any, device: Any, placement: Placement) -> AutoStages:
-    """Read the arguments of ``set_stage("auto", count, device=device)``.  Raises ConfigError for bad ones."""
+def read_auto_stages(chooser: str, count: Any, device: Any, placement: Placement) -> AutoStages:
+    """Read the arguments of ``set_stage(chooser, count, device=device)``.  Raises ConfigError for bad ones."""
     _check_axis(placement)
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise ConfigError(
-            f'set_stage("auto", {shorten_repr(count)}): give the number of stages, 1 or more, or nothing for as many '
-            "as the schedule needs"
+            f'set_stage("{chooser}", {shorten_repr(count)}): give the number of stages, 1 or more, or nothing for as '
+            "many as the schedule needs"
         )
     if device is None or isinstance(device, Device):
-        return AutoStages(count, device)
+        return AutoStages(count, device, chooser)
     if not isinstance(device, (str, os.PathLike)):
-        raise ConfigError(f'set_stage("auto", device={device!r}): give the name of a device, or the path of its file')
-    return AutoStages(count, Device.named(os.fspath(device)))
+        raise ConfigError(
+            f'set_stage("{chooser}", device={device!r}): give the name of a device, or the path of its file'
+        )
+    return AutoStages(count, Device.named(os.fspath(device)), chooser)
 
 
 def clear_stages(config: Any) -> None:

@@ -15,9 +15,9 @@ from graphzero.ir.value import Role
 from graphzero.passes import Options
 from graphzero.plan import STAGES, Budget, Candidate, choose
 from graphzero.plan.expert_choices import expert_choices, expert_lines
-from graphzero.plan.pipelines.auto_stages import StageRequest, choose_stages
 from graphzero.plan.pipelines.pipeline import PipelinePrograms, with_seconds
 from graphzero.plan.pipelines.pipeline_fit import choose_pipeline
+from graphzero.plan.pipelines.stage_chooser import StageRequest, stage_chooser
 from graphzero.plan.seconds import plain
 from graphzero.sbp.placement import MICRO_BATCHES, Placement
 from graphzero.sbp.types import B, Nd, S
@@ -54,7 +54,8 @@ def program_of(
             device = settings.auto_stages.device or device
             request = _stage_request(settings, whole.pipeline_members, planned_modules, budget)
             cut_options = replace(options, stage=stages[-1])  # which holds least
-            marks, decision = choose_stages(graph, cut_options, settings.user_passes, request)
+            chooser = stage_chooser(settings.auto_stages.chooser)
+            marks, decision = chooser(graph, cut_options, settings.user_passes, request)
             options, decisions = replace(options, pipeline_stages=marks), [decision]
         programs = PipelinePrograms(graph, options, settings.user_passes, settings.pipeline, whole, verifies)
         offload = settings.offload.activations
@@ -79,9 +80,9 @@ def _expert_lines(candidate: Candidate) -> list[str]:
 def _stage_request(
     settings: Settings, members: int, planned_modules: tuple[str, ...], budget: Budget | None
 ) -> StageRequest:
-    """The request of ``set_stage("auto")``."""
+    """The request of ``set_stage("auto")``, or of another chooser."""
     assert settings.auto_stages is not None
-    stages, device = settings.auto_stages
+    stages, device, _ = settings.auto_stages
     if stages is None:
         stages = count_stages(settings.pipeline, members)
     return StageRequest(stages, members, device, planned_modules, budget.nbytes if budget is not None else None)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import graphzero as gz
 from graphzero.passes import Options
 from graphzero.plan.device import Device
-from graphzero.plan.pipelines.auto_stages import StageRequest, choose_stages
-from graphzero.plan.pipelines.stage_cuts import choose_cuts
+from graphzero.plan.pipelines.stage_chooser import StageRequest
+from graphzero.plugins.auto_stages.stage_choice import choose_stages
+from graphzero.plugins.auto_stages.stage_cuts import choose_cuts
 from graphzero.step.compile_step import prepare_for_passes
 
 SLOW = Device(

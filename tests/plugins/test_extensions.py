@@ -47,6 +47,9 @@ in_fuse = PassEntry(Noop, "local", group="fuse", after="localize")
 in_no_group = PassEntry(Noop, "local", group="fused", after="localize")
 setting = PluginSetting(0, Check(lambda x: isinstance(x, int), "give an int"))
 wrong_setting = PluginSetting("", Check(lambda x: isinstance(x, int), "give an int"))
+
+def halves(graph, options, own, request):
+    return ("model.0@0", "model.1@1"), f"{request.count} halves on {request.members} ranks"
 """
 Site = Callable[..., None]
 
@@ -94,6 +97,7 @@ def test_the_plug_ins_of_graphzero_are_those_that_it_declares_and_each_loads() -
         "graphzero.settings": ["shapes"],
         "graphzero.inputs": ["shapes"],
         "graphzero.configs": ["deepspeed"],
+        "graphzero.stages": ["auto"],
         "graphzero.executors": ["inductor"],
     }
     for point, names in declared.items():
@@ -240,6 +244,33 @@ def test_an_executor_that_cannot_be_used_is_refused_and_its_name_is_a_choice(sit
     graph.config.set_executor("tracer")
     with pytest.raises(gz.ConfigError, match="plug-in 'tracer' .* is not an executor: it has no join, region_function"):
         graph(torch.ones(2, 2))
+
+
+def test_stages_are_chosen_by_the_plug_in_that_is_named(site: Site) -> None:
+    ranks = gz.placement("cpu", range(2), names=("pp",), virtual=True)
+
+    def staged(*stage: object) -> tuple[TrainGraph, torch.Tensor]:
+        torch.manual_seed(0)
+        graph = TrainGraph(
+            torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), mean_square, placement=ranks
+        )
+        graph.config.set_stage(*stage)
+        return graph, graph(torch.ones(2, 2))
+
+    site("stages", "halves", "MODULE:halves")
+    graph, loss = staged("halves")
+    assert "2 halves on 2 ranks" in graph.plan.decisions and graph.config.description == "auto_stages=halves"
+    auto, wanted = staged("auto")
+    assert torch.equal(loss, wanted) and graph.config.fingerprint != auto.config.fingerprint
+
+
+def test_a_chooser_of_stages_that_cannot_be_called_is_refused(site: Site) -> None:
+    site("stages", "wrong", "MODULE:setting")
+    ranks = gz.placement("cpu", range(2), names=("pp",), virtual=True)
+    graph = TrainGraph(torch.nn.Linear(2, 2), mean_square, placement=ranks)
+    graph.config.set_stage("wrong")
+    with pytest.raises(gz.ConfigError, match="plug-in 'wrong' .* is not a chooser of stages: it cannot be called"):
+        graph.compile(torch.ones(2, 2))
 
 
 def test_of_two_transforms_of_inputs_one_can_be_on(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

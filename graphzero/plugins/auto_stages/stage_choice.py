@@ -7,7 +7,7 @@ without one, those whose stages read the fewest parameters at most.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from math import inf
 
@@ -23,37 +23,21 @@ from graphzero.passes import Options, Pass, Pipeline, default_passes
 from graphzero.passes.stages.stage_marks import StageMarks
 from graphzero.plan.device import Device
 from graphzero.plan.pipelines.pipeline import CUT_BEFORE
-from graphzero.plan.pipelines.stage_cuts import choose_cuts
-from graphzero.plan.pipelines.stage_units import StageUnits
+from graphzero.plan.pipelines.stage_chooser import StageRequest
 from graphzero.plan.plan import format_seconds
 from graphzero.plan.program_costs import SHARED
 from graphzero.plan.seconds import seconds_of
+from graphzero.plugins.auto_stages.stage_cuts import choose_cuts
+from graphzero.plugins.auto_stages.stage_units import StageUnits
 
 AUTO_STAGES = 'set_stage("auto")'
-
-
-@dataclass(frozen=True)
-class StageRequest:
-    """A request for automatic cuts into stages.
-
-    count: of stages.  members: ranks along ``pp``.  device: whose seconds are evened out; None for parameters.
-    planned: modules between which a model's own configuration cuts.
-    nbytes: that a rank may have for parameters, gradients and states; None for any number.
-    """
-
-    count: int
-    members: int = 1
-    device: Device | None = None
-    planned: tuple[str, ...] = ()
-    nbytes: int | None = None
 
 
 def choose_stages(
     graph: StepGraph, options: Options, own: Sequence[tuple[Pass, str]], request: StageRequest
 ) -> tuple[tuple[str, ...], str]:
-    """The marks of a captured step, with those of ``options.pipeline_stages``, and the decision in words.
+    """Choose stages, as a ``StageChooser``.
 
-    own: the user's passes, each with the name of the one it follows.
     Raises ConfigError for more stages than modules to cut between, and for marks that leave no cut.
     """
     units, count = StageUnits.of_step(graph, request.count, request.planned), request.count

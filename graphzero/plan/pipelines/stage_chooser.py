@@ -1,0 +1,52 @@
+"""The extension point ``graphzero.stages``: stages that are chosen once the step is known, ``set_stage("NAME")``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from graphzero.extensions import STAGES, extensions
+from graphzero.ir.graph import StepGraph
+from graphzero.passes import Options, Pass
+from graphzero.plan.device import Device
+
+
+@dataclass(frozen=True)
+class StageRequest:
+    """A request for stages.
+
+    count: of stages.  members: ranks along ``pp``.  device: whose seconds are evened out, if the user named one.
+    planned: modules between which a model's own configuration cuts.
+    nbytes: that a rank may have for parameters, gradients and states; None for any number.
+    """
+
+    count: int
+    members: int = 1
+    device: Device | None = None
+    planned: tuple[str, ...] = ()
+    nbytes: int | None = None
+
+
+class StageChooser(Protocol):
+    """A plug-in at the extension point ``graphzero.stages``."""
+
+    def __call__(
+        self, graph: StepGraph, options: Options, own: Sequence[tuple[Pass, str]], request: StageRequest
+    ) -> tuple[tuple[str, ...], str]:
+        """The marks of a captured step, "model.layers.0@1", and the decision in words, equal on all ranks.
+
+        options: of the passes; its ``pipeline_stages`` are the user's marks, which are among those returned.
+        own: the user's passes, each with the name of the one it follows.
+        Raises ConfigError for a step that has no such stages.
+        """
+        ...
+
+
+def stage_chooser(name: str) -> StageChooser:
+    """The chooser of ``set_stage(name)``.  Raises ConfigError for one that cannot be called."""
+    plugin = extensions(STAGES)[name]
+    chooser = plugin.load()
+    if not callable(chooser):
+        raise plugin.refusal("is not a chooser of stages: it cannot be called")
+    return cast("StageChooser", chooser)
