@@ -7,6 +7,7 @@ graphzero.settings     a ``graphzero.config.PluginSetting``: default and check o
 graphzero.inputs       a transform of a call's inputs, on where the setting of its name is not its default
 graphzero.configs      ``reader(config, given)``, which ``GraphConfig.from_NAME(given)`` calls
 graphzero.stages       a ``StageChooser``: pipeline stages of a captured step; ``config.set_stage("NAME")``
+graphzero.plans        a ``graphzero.plan.PlanExtension``: options of a step that does not fit, words in its plan
 graphzero.executors    a ``RegionCompiler``: how compute between collectives runs; ``config.set_executor("NAME")``
 =====================  ================================================================================
 
@@ -29,9 +30,9 @@ from typing import Any
 
 from graphzero.errors import ConfigError
 
-COMMANDS, PASSES, SETTINGS, INPUTS, CONFIGS, STAGES, EXECUTORS = POINTS = (
+COMMANDS, PASSES, SETTINGS, INPUTS, CONFIGS, STAGES, PLANS, EXECUTORS = POINTS = (
     "graphzero.commands", "graphzero.passes", "graphzero.settings", "graphzero.inputs", "graphzero.configs",
-    "graphzero.stages", "graphzero.executors",
+    "graphzero.stages", "graphzero.plans", "graphzero.executors",
 )  # fmt: skip
 DISTRIBUTION = "graphzero-torch"  # which has this file
 PACKAGE = __name__.partition(".")[0]

@@ -124,17 +124,6 @@ class GraphConfig(metaclass=PluginMembers):
         """
         self._set(activation_memory=memory)
 
-    def set_row_tiles(self, count: int) -> None:
-        """Compute the largest intermediate values of a step in ``count`` tiles of rows; 1, the default, for no tiles.
-
-        The logits of a language model are such values: [tokens, classes] between hidden values and a loss.  Forward
-        and backward of one tile run together, then those of the next, so only one tile's logits are held at a time.
-        Nothing is computed twice; sums over rows are rounded differently.  Tiles are equal: if ``count`` does not
-        divide a rank's rows, the next larger number up to its double that does is used, or else the next smaller one.
-        A step without such values stays as it is, and ``plan.decisions`` says why.
-        """
-        self._set(row_tiles=count)
-
     def set_split_attention(self, way: str, *, axis: str | None = None) -> None:
         """Say how attention over a split sequence gives each query all keys; "auto", the default, or one of these.
 

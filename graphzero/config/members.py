@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import re
 from collections.abc import Callable, Collection
 from types import MethodType
@@ -67,15 +68,18 @@ def _property(one: Setting) -> property:
     def assign(config: Any, value: Any) -> None:
         config._set_plugin(one.name, value)
 
-    doc = one.doc or f"The value that ``{one.method}`` was given; {one.default!r} without it."
+    doc = one.doc or f"What ``{one.method}`` was given; {one.default!r} without it."
     return property(lambda config: config.settings.plugin_value(one.name), None if one.method else assign, doc=doc)
 
 
 def _method(name: str, value_of: Callable[..., Any]) -> Callable[..., None]:
     @functools.wraps(value_of)
     def set_value(config: Any, *args: Any, **kwargs: Any) -> None:
-        config._set_plugin(name, value_of(*args, **kwargs))
+        config._set_plugin(name, value_of(config, *args, **kwargs))
 
+    own, *others = inspect.signature(value_of).parameters.values()
+    signature = inspect.Signature([own.replace(name="self"), *others], return_annotation="None")
+    set_value.__signature__ = signature  # type: ignore[attr-defined]
     return set_value
 
 

@@ -17,8 +17,8 @@ class PluginSetting:
 
     default: the value without the user's word.  check: what other values must meet; they are hashable, and ``str`` of
     one is the same in every process, because ranks compare it.
-    method: a function that makes the value of its arguments; GraphConfig then has a method of that name, which
-    sets the value.  Without one, the value is assigned.
+    method: a function that makes the value of the GraphConfig and further arguments; GraphConfig then has a method of
+    that name, which takes those and sets the value.  Without one, the value is assigned.
     doc, in_program: see ``Setting``.
     """
 

@@ -94,7 +94,6 @@ class Settings(Checked):
         ),
         "set_activation_memory({})",
     )
-    row_tiles: int = setting(1, whole_number(1, "give the number of tiles, 1 or more; 1 for none"), "set_row_tiles({})")
     split_attention: str = setting(AUTO_WAY, WAYS_OF_ATTENTION, "set_split_attention({})")
     split_experts: str = setting(AUTO_WAY, one_of(AUTO_WAY, *EXPERT_WAYS), "set_split_experts({})")
     expert_capacity: float = setting(

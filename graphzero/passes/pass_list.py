@@ -28,7 +28,6 @@ from graphzero.passes.memory.keep_gathered import KeepGathered
 from graphzero.passes.memory.recompute import Recompute
 from graphzero.passes.micro.count_targets import CountTargets
 from graphzero.passes.micro.micro_batches import MicroBatches
-from graphzero.passes.micro.tile_rows import TileRows
 from graphzero.passes.place.attention_choice import AUTO_WAY, has_ring
 from graphzero.passes.place.cast_before_gather import CastBeforeGather
 from graphzero.passes.place.expand import Expand
@@ -70,7 +69,6 @@ class Options:
     pipeline_stages: marks of modules, "model.layers.0@1"; see ``AssignStages``.
     micro_batches: in which a step computes the batch; the placement has an axis ``mb`` of that size.
     whole_accumulators, whole_on: see ``MicroBatches``.
-    tiles: of rows, in which the largest values of a step are computed; see ``TileRows``.
     offload_states: whether optimizer states are in host memory.
     offload_activations: names and patterns of values of forward that wait in host memory for backward.
     bucket_bytes: of one bucket, and of what is under way at a time; None follows the size of the model.
@@ -95,7 +93,6 @@ class Options:
     micro_batches: int = 1
     whole_accumulators: bool = False
     whole_on: tuple[int, ...] = ()
-    tiles: int = 1
     offload_states: bool = False
     offload_activations: tuple[str, ...] = ()
     bucket_bytes: int | None = None
@@ -110,7 +107,7 @@ class Options:
     @property
     def adds_up(self) -> bool:
         """Whether what is a sum over the batch is added up part by part."""
-        return self.micro_batches > 1 or self.tiles > 1
+        return any(entry.adds_up and entry.when(self) for entry in pass_entries())
 
 
 @dataclass(frozen=True)
@@ -121,6 +118,7 @@ class PassEntry:
     level: of the graphs that it runs on.  when: the options with which it is there.  group: what it and the passes
     next to it also go by, one of ``GROUPS``.
     after: of a plug-in's pass, the name of the pass that it follows; in a group that has passes, it is the last one.
+    adds_up: whether it computes the batch in parts, over which sums over the batch are added up.
     """
 
     kind: type[Pass]
@@ -128,6 +126,7 @@ class PassEntry:
     when: Callable[[Options], bool] = field(default=lambda options: True, repr=False)
     group: str = ""
     after: str = ""
+    adds_up: bool = False
 
     @property
     def name(self) -> str:
@@ -135,10 +134,14 @@ class PassEntry:
         return snake_case(self.kind.__name__)
 
     def create_pass(self, options: Options) -> Pass:
-        """The pass with those of the options, and of the values of plug-ins' settings, that it has a field for."""
+        """The pass with those of the options, and of the values of plug-ins' settings, that it has a field for.
+
+        A field has the name of the option, or that name as ``setting`` in its metadata.
+        """
         values = {one.name: getattr(options, one.name) for one in fields(options)} | dict(options.plugins)
         own: Any = self.kind
-        pass_: Pass = own(**{one.name: values[one.name] for one in fields(own) if one.name in values})
+        names = {one.name: one.metadata.get("setting", one.name) for one in fields(own)}
+        pass_: Pass = own(**{field: values[name] for field, name in names.items() if name in values})
         return pass_
 
 
@@ -154,8 +157,7 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(Expand, "captured"),
     PassEntry(Propagate, "captured"),
     PassEntry(InsertBoxing, "propagated"),
-    PassEntry(MicroBatches, "boxed", lambda options: options.micro_batches > 1),
-    PassEntry(TileRows, "boxed", lambda options: options.tiles > 1),
+    PassEntry(MicroBatches, "boxed", lambda options: options.micro_batches > 1, adds_up=True),
     PassEntry(LowerBoxing, "boxed"),
     PassEntry(RingAttention, "lowered", lambda options: has_ring(options.split_attention)),
     PassEntry(Localize, "lowered"),

@@ -8,11 +8,12 @@ backward, ``memory_fit`` what stays gathered and what backward computes again wi
 
 from graphzero.plan.budget import Budget
 from graphzero.plan.plan import CATEGORIES, Collective, MemoryPlan, Plan, mega
+from graphzero.plan.plan_extension import PlanExtension
 from graphzero.plan.program_costs import memory_of, plan_of
 from graphzero.plan.stage import STAGES, choose
 from graphzero.plan.variants import Candidate
 
 __all__ = [
-    "CATEGORIES", "STAGES", "Budget", "Candidate", "Collective", "MemoryPlan", "Plan", "choose", "mega", "memory_of",
-    "plan_of",
+    "CATEGORIES", "STAGES", "Budget", "Candidate", "Collective", "MemoryPlan", "Plan", "PlanExtension", "choose",
+    "mega", "memory_of", "plan_of",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from graphzero.plan.gradient_order import in_best_order
 from graphzero.plan.memory.memory_fit import MemoryFit, activations_error
 from graphzero.plan.offload.offload_fit import describe_offload, with_activations_on_host
 from graphzero.plan.plan import mega
-from graphzero.plan.tiles import described, fitting_tiles
+from graphzero.plan.plan_extension import plan_extensions
 from graphzero.plan.variants import Candidate, Variants
 
 # Stages 1 and 2 send the same, and 2 waits for gradients while backward runs; 3 gathers parameters twice, and those too
@@ -43,8 +43,8 @@ def choose(
         (), the budget is spent at stage 3 on what stays gathered.
     own: the user's passes, each with the name of the one it follows.
     stages: that are asked for; of several, the first that fits the budget; if none does, the last, with another way of
-        attention over a split sequence, its largest values in tiles of rows, and then with values of forward computed
-        again in backward until it fits.
+        attention over a split sequence, with what plug-ins try, and then with values of forward computed again in
+        backward until it fits.
     activations: the bytes of these that may be held, or "checkpoint"; None for what the budget leaves.
     offload: the bytes of activations that may be on the device; others wait on the host.  "auto" for what the budget
         leaves, and None for all.
@@ -59,7 +59,7 @@ def choose(
         program = _at_stage(variants, options, budget, activations, fits, offload == AUTO)
         return with_activations_on_host(variants, options, program, offload) if isinstance(offload, int) else program
 
-    return first_fitting(variants, at_stage, options, stages, budget, tries_tiles=True)
+    return first_fitting(variants, at_stage, options, stages, budget)
 
 
 def first_fitting(
@@ -68,12 +68,10 @@ def first_fitting(
     options: Options,
     stages: Sequence[int],
     budget: Budget | None,
-    tries_tiles: bool = False,
 ) -> Candidate:
     """The program of the first of the stages at which it fits the budget, as ``choose`` says.
 
     at_stage: makes the program of options; on request, one that recomputes values until it fits.
-    tries_tiles: whether a program that does not fit may compute its largest values in tiles of rows.
     """
     tried, lines = list[Candidate](), list[str]()
     for stage in stages:
@@ -85,8 +83,10 @@ def first_fitting(
     taken = replace(options, stage=tried[-1].plan.stage)
     if budget is not None and tried[-1].peak > budget.nbytes:
         taken, tried[-1], lines = fitting_way(taken, budget, tried[-1], at_stage)
-        if tries_tiles and tried[-1].peak > budget.nbytes:
-            taken, tried[-1] = fitting_tiles(variants, taken, budget, tried[-1], at_stage)
+    for extension in plan_extensions():
+        if budget is not None and tried[-1].peak > budget.nbytes:
+            taken, tried[-1], words = extension.find_fitting(variants, taken, budget, tried[-1], at_stage)
+            lines += words
     if budget is not None and tried[-1].peak > budget.nbytes:
         tried[-1] = min(tried[-1], at_stage(taken, True), key=lambda one: one.peak)
     chosen = tried[-1]
@@ -100,7 +100,9 @@ def first_fitting(
     chosen = chosen.decided(*lines, *describe_ways(chosen))
     if options.optimizer_in_backward and chosen.graph.gradients():
         chosen = chosen.decided(after=describe_early(chosen.graph))
-    return described(variants, taken, chosen) if taken.tiles > 1 else chosen
+    for extension in plan_extensions():
+        chosen = extension.describe_program(variants, taken, chosen)
+    return chosen
 
 
 def _at_stage(

@@ -186,7 +186,6 @@ def options_of(settings: Settings, placed: Mapping[Role, Nd], pipeline_stages: t
         expert_capacity=settings.expert_capacity,
         pipeline_stages=pipeline_stages,
         micro_batches=settings.gradient_accumulation_steps,
-        tiles=settings.row_tiles,
         links=settings.links,
         offload_states=settings.offload.states,
         keep_gathered=zero.keep_gathered or (() if may_keep else None),

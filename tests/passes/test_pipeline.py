@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 from toys import lower, step
 
+from graphzero.config.plugin_settings import plugin_settings
 from graphzero.errors import VerifyError
 from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.text.parser import parse
@@ -233,12 +234,13 @@ def names(passes: list[Pass]) -> list[str]:
     return [pass_name(one) for one in passes]
 
 
-def test_every_field_of_a_built_in_pass_is_an_option_and_has_one_type_wherever_it_is_taken() -> None:
+def test_every_field_of_a_pass_is_an_option_or_setting_and_has_one_type_wherever_it_is_taken() -> None:
     known = {one.name: one.type for one in dataclasses.fields(Options)}
     for entry in pass_entries():
         for one in dataclasses.fields(entry.kind):  # type: ignore[arg-type]
             wider = {str(one.type), f"{one.type} | None"}
-            assert known[one.name] in wider, f"{entry.name}.{one.name}"
+            setting = one.metadata.get("setting", one.name)
+            assert setting in plugin_settings() or known[one.name] in wider, f"{entry.name}.{one.name}"
 
 
 def test_options_reach_every_pass_that_takes_them() -> None:
@@ -265,8 +267,8 @@ def test_a_group_is_its_passes_under_one_name() -> None:
 def test_a_pass_is_there_under_its_condition() -> None:
     everything = Options(
         stage=3, masters=True, recompute=("*",), keep_gathered=(), delay_gradients=True, optimizer_in_backward=True,
-        micro_batches=2, tiles=2, pipeline_stages=("model@0",), offload_states=True, split_attention="ring",
-        offload_activations=("*",),
+        micro_batches=2, pipeline_stages=("model@0",), offload_states=True, split_attention="ring",
+        offload_activations=("*",), plugins={"row_tiles": 2},
     )  # fmt: skip
     assert names(default_passes(everything)) == list(NAMES)
     for options, missing in (

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from graphzero import extensions
 from graphzero.config import members, plugin_settings
 from graphzero.passes import pass_list
+from graphzero.plan import plan_extension
 
 
 def install(
@@ -29,7 +30,7 @@ def install(
 
 def forget() -> None:
     """As in a process that has not looked for plug-ins yet."""
-    for module in (extensions, pass_list, plugin_settings, members):
+    for module in (extensions, pass_list, plugin_settings, members, plan_extension):
         for held in vars(module).values():
             if hasattr(held, "cache_clear"):
                 held.cache_clear()

@@ -18,6 +18,7 @@ from graphzero import extensions
 from graphzero.cli import main
 from graphzero.config import PluginValue, Settings, plugin_settings
 from graphzero.passes import pass_list, pass_names
+from graphzero.plan.plan_extension import plan_extensions
 from graphzero.step.input_transform import active_transform
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -93,11 +94,13 @@ def test_the_plug_ins_of_graphzero_are_those_that_it_declares_and_each_loads() -
             "join_updates",
             "pad_targets",
             "stack_updates",
+            "tile_rows",
         ],
-        "graphzero.settings": ["shapes"],
+        "graphzero.settings": ["row_tiles", "shapes"],
         "graphzero.inputs": ["shapes"],
         "graphzero.configs": ["deepspeed"],
         "graphzero.stages": ["auto"],
+        "graphzero.plans": ["row_tiles"],
         "graphzero.executors": ["inductor"],
     }
     for point, names in declared.items():
@@ -234,6 +237,12 @@ def test_a_reader_that_cannot_be_called_is_refused(site: Site) -> None:
         gz.GraphConfig.from_recipe({})
     with pytest.raises(AttributeError, match="no attribute 'from_nothing'"):
         _ = gz.GraphConfig.from_nothing
+
+
+def test_an_extension_of_plans_that_cannot_be_used_is_refused(site: Site) -> None:
+    site("plans", "buckets", "MODULE:setting")
+    with pytest.raises(gz.ConfigError, match="is not an extension of plans: give an object of"):
+        plan_extensions()
 
 
 def test_an_executor_that_cannot_be_used_is_refused_and_its_name_is_a_choice(site: Site) -> None:

@@ -1,4 +1,4 @@
-"""A distribution of others adds a command, a pass, a setting and a reader, as docs/plugins.md shows."""
+"""A distribution of others adds to each extension point that docs/plugins.md shows, and graphzero stays as it is."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ graph.compile(torch.ones(2, 4))
 without = [record.name for record in graph.history]
 graph.config.allow_float64 = False
 graph.compile(torch.ones(2, 4))
+tight = Train(ranks)
+tight.config.enable_zero(stage=2)
+tight.config.set_memory_budget(1000)
+tight.compile(torch.ones(2, 4))
 printed = io.StringIO()
 from graphzero.cli import main
 with contextlib.redirect_stdout(printed):
@@ -34,6 +38,7 @@ with contextlib.redirect_stdout(printed):
 print(json.dumps({
     "before": before, "recipe": config.recipe, "stage": config.zero.stage, "allow": config.allow_float64,
     "without": without, "passes": [record.name for record in graph.history], "status": status,
+    "plan": (tight.plan.memory.peak, tight.plan.decisions),
     "printed": printed.getvalue(), "members": [name for name in dir(config) if "float64" in name or name == "recipe"],
 }))
 """
@@ -67,5 +72,6 @@ def test_a_package_of_others_adds_one_of_each_and_graphzero_stays_as_it_is(tmp_p
     assert "refuse_float64" not in found["without"]
     assert [name for name in found["passes"] if name != "refuse_float64"] == found["without"]
     assert found["passes"].index("refuse_float64") == found["passes"].index("pin") + 1  # stage 0 has no pass zero
+    assert found["plan"][0] <= 1000 and found["plan"][1][0].startswith("each value is a bucket of its own")
     assert found["status"] == 0 and "torch.float32" in found["printed"]
     assert re.search(r"^refuse_float64 +captured +Raises ConfigError", found["printed"], re.MULTILINE)

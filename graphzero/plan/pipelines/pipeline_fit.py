@@ -63,13 +63,13 @@ def choose_pipeline(
     budget, activations, offload: of each rank.
     """
 
-    fits_of: dict[tuple[int, str], PipelineFit] = {}
+    tried: list[PipelineFit] = []
 
     def at_stage(options: Options, fits: bool = False) -> Candidate:
-        key = options.stage, options.split_attention
-        if key not in fits_of:
-            fits_of[key] = PipelineFit(programs, gathered_once(options))
-        program = fits_of[key].program(budget, activations, fits)
+        once = gathered_once(options)
+        if all(one.options != once for one in tried):
+            tried.append(PipelineFit(programs, once))
+        program = next(one for one in tried if one.options == once).program(budget, activations, fits)
         return program if offload is None else programs.with_round_trips(program, options, offload)
 
     return first_fitting(programs.variants, at_stage, options, [*stages], budget)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from graphzero.config import Check, PluginSetting
+from graphzero.config import Check, GraphConfig, PluginSetting
 from graphzero.errors import ConfigError
 from graphzero.passes.base import is_pattern
 
@@ -183,6 +183,7 @@ def _listed(names: Any) -> str:
 
 
 def set_shapes(
+    config: GraphConfig,
     inputs: Mapping[str, Mapping[int, str] | Sequence[str | None]] | None,
     sizes: Mapping[str, int | Sequence[int] | str] | None = None, *, fill: Mapping[str, float] | None = None,
 ) -> Shapes | None:  # fmt: skip

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import dropwhile
 from typing import Any
 
@@ -26,8 +26,8 @@ from graphzero.ir.value import TensorType
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.micro.loop_partition import SHAPED
 from graphzero.passes.micro.micro_batch_types import MicroBatchTypes
-from graphzero.passes.micro.row_region import NoRegion, RowRegion, row_region, sized
 from graphzero.passes.place.forward_sweep import HALF
+from graphzero.plugins.row_tiles.row_region import NoRegion, RowRegion, row_region, sized
 from graphzero.sbp.types import B
 
 aten = torch.ops.aten
@@ -79,7 +79,7 @@ class TileRows(BuiltinPass):
         +  return b, put_1
     """
 
-    tiles: int = 4
+    tiles: int = field(default=4, metadata={"setting": "row_tiles"})
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         try:
