@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphzero.config.amp import amp_of
 from graphzero.config.links import links_of
 from graphzero.config.members import PluginMembers, add_members, no_such_setting, plugin_members
-from graphzero.config.named import with_input, with_pass, with_way
+from graphzero.config.named import with_input, with_pass
 from graphzero.config.offload import offload_of
 from graphzero.config.plugin_settings import with_value
 from graphzero.config.settings import Settings
@@ -123,28 +123,6 @@ class GraphConfig(metaclass=PluginMembers):
         otherwise.  If the bytes are too few, compiling the step raises ConfigError with the bytes that it needs.
         """
         self._set(activation_memory=memory)
-
-    def set_split_attention(self, way: str, *, axis: str | None = None) -> None:
-        """Say how attention over a split sequence gives each query all keys; "auto", the default, or one of these.
-
-        ========== =====================================================================================================
-        "exchange" ranks exchange pieces of the sequence for heads, and back after attention (DeepSpeed Ulysses)
-        "gather"   queries stay split, and each rank gathers keys and values
-        "ring"     queries stay split, and blocks of keys and values go from rank to rank (Ring Attention)
-        "auto"     exchange where pieces of queries have unequal work; else what sends fewer bytes, with those of a mask
-                   that a rank makes; another way if a memory budget demands it
-        ========== =====================================================================================================
-
-        axis: the name of a placement axis, for a sequence that several split; by default all, which forgets what was
-        said of one.  Of two, exchange along the inner one, and gather, or let keys go round, along the outer one;
-        "ring" for all does so.
-
-        An exchange needs as many heads as there are ranks; where there are fewer, keys are gathered whatever it says.
-        Contiguous pieces of queries have unequal work under a causal mask; tokens dealt out in turn, by an input of
-        ``S(1, length / ranks)``, have equal work.
-        The step is the same either way, but for rounding.  ``gz.explain`` of an attention shows what each way costs.
-        """
-        self._set(split_attention=with_way(self._settings.split_attention, way, axis, self._placement))
 
     def set_split_experts(self, way: str, *, capacity: float = CAPACITY) -> None:
         """Say how tokens and weights come together where a data axis splits experts; "auto", the default, or one of

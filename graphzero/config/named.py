@@ -1,5 +1,4 @@
-"""Settings that grow call by call, under a name: how an input lies, how attention is split on an axis, and which pass
-is after another."""
+"""Settings that grow call by call, under a name: how an input lies, and which pass is after another."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from graphzero.config.setting import choices
 from graphzero.errors import ConfigError, shorten_repr
 from graphzero.passes import pass_name
 from graphzero.passes.pass_list import GROUPS, pass_names
-from graphzero.passes.place.attention_choice import CHOICES, ways_by_axis, ways_text
 from graphzero.sbp.placement import PIPELINE, Placement
 from graphzero.sbp.types import B, Nd, Sbp
 
@@ -68,19 +66,6 @@ def with_input(inputs: tuple[InputSbp, ...], name: str, sbp: Any, placement: Pla
             )
         nd = (*nd[:at], *nd[at + 1 :]) or (B,)
     return tuple(InputSbp(*one) for one in sorted({**dict(inputs), name: nd}.items()))
-
-
-def with_way(ways: str, way: str, axis: str | None, placement: Placement) -> str:
-    """``ways`` of attention, and this one on an axis; on all axes if that is None.  Raises ConfigError for others."""
-    said = f"set_split_attention({way!r}" + (f", axis={axis!r})" if axis is not None else ")")
-    if not (isinstance(way, str) and way in CHOICES):
-        raise ConfigError(f"{said}: {choices(CHOICES)}")
-    if axis is None:
-        return way
-    if not (isinstance(axis, str) and axis in placement.names):
-        raise ConfigError(f"{said}: {choices(placement.names)}, the axes of {placement!r}")
-    named = {**ways_by_axis(ways), axis: way}
-    return ways_text({"": named[""], **{name: named[name] for name in placement.names if name in named}})
 
 
 def with_pass(passes: tuple[UserPass, ...], own: Callable[[Any], Any], after: str) -> tuple[UserPass, ...]:

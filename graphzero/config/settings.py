@@ -24,9 +24,8 @@ from graphzero.config.stages import AutoStages, StageMark
 from graphzero.config.zero import AUTO, ZeroSettings
 from graphzero.errors import ConfigError
 from graphzero.extensions import EXECUTORS, extensions
-from graphzero.passes.experts.expert_ways import CAPACITY
+from graphzero.passes.experts.expert_ways import AUTO_WAY, CAPACITY
 from graphzero.passes.experts.expert_ways import WAYS as EXPERT_WAYS
-from graphzero.passes.place.attention_choice import AUTO_WAY, CHOICES, ways_by_axis
 from graphzero.sbp.link_costs import Link, Links, is_finite
 from graphzero.schedules import GENERATORS, PipelineSchedule
 
@@ -39,16 +38,6 @@ SCHEDULE = Check(
     lambda x: isinstance(x, PipelineSchedule) or (isinstance(x, str) and (x in GENERATORS or x.endswith(".csv"))),
     f"{choices(GENERATORS)}, or give rows of actions, or the path of a .csv file",
 )
-
-
-def _names_ways(x: Any) -> bool:
-    try:
-        return isinstance(x, str) and bool(ways_by_axis(x))
-    except ValueError:
-        return False
-
-
-WAYS_OF_ATTENTION = Check(_names_ways, choices(CHOICES))
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,7 +83,6 @@ class Settings(Checked):
         ),
         "set_activation_memory({})",
     )
-    split_attention: str = setting(AUTO_WAY, WAYS_OF_ATTENTION, "set_split_attention({})")
     split_experts: str = setting(AUTO_WAY, one_of(AUTO_WAY, *EXPERT_WAYS), "set_split_experts({})")
     expert_capacity: float = setting(
         CAPACITY,

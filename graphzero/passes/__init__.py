@@ -14,7 +14,6 @@ from graphzero.passes.base import BuiltinPass, Group, Pass, Pipeline, Record, pa
 from graphzero.passes.boxing.insert_boxing import InsertBoxing
 from graphzero.passes.boxing.localize import Localize
 from graphzero.passes.boxing.lower_boxing import LowerBoxing
-from graphzero.passes.boxing.ring_attention import RingAttention
 from graphzero.passes.experts.split_experts import SplitExperts
 from graphzero.passes.experts.split_routing import SplitRouting
 from graphzero.passes.memory.dead_code import DeadCode
@@ -28,7 +27,6 @@ from graphzero.passes.place.cast_before_gather import CastBeforeGather
 from graphzero.passes.place.expand import Expand
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
-from graphzero.passes.place.split_attention import SplitAttention
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
@@ -42,7 +40,7 @@ __all__ = [
     "Assign", "Bucket", "BuiltinPass", "CopyOld", "DeadCode", "Expand", "Fuse", "Group", "InsertBoxing",
     "KeepGathered", "Launch", "Localize", "LowerBoxing", "CastBeforeGather", "Options", "DelayGradients", "Overlap",
     "OverlapUpdate", "Pass", "PassEntry", "Pin", "Pipeline", "Propagate", "Recompute", "Record",
-    "RingAttention", "InPlace", "Schedule", "Slots", "SplitAttention", "SplitExperts", "SplitRouting",
+    "InPlace", "Schedule", "Slots", "SplitExperts", "SplitRouting",
     "OptimizerInBackward", "Zero", "default_passes", "host_memory", "parse_passes", "pass_name", "print_passes",
 ]  # fmt: skip
 

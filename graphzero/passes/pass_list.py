@@ -17,8 +17,7 @@ from graphzero.passes.base import Group, Pass, pass_name, snake_case
 from graphzero.passes.boxing.insert_boxing import InsertBoxing
 from graphzero.passes.boxing.localize import Localize
 from graphzero.passes.boxing.lower_boxing import LowerBoxing
-from graphzero.passes.boxing.ring_attention import RingAttention
-from graphzero.passes.experts.expert_ways import CAPACITY
+from graphzero.passes.experts.expert_ways import AUTO_WAY, CAPACITY
 from graphzero.passes.experts.split_experts import SplitExperts
 from graphzero.passes.experts.split_routing import SplitRouting
 from graphzero.passes.memory.dead_code import DeadCode
@@ -28,12 +27,10 @@ from graphzero.passes.memory.keep_gathered import KeepGathered
 from graphzero.passes.memory.recompute import Recompute
 from graphzero.passes.micro.count_targets import CountTargets
 from graphzero.passes.micro.micro_batches import MicroBatches
-from graphzero.passes.place.attention_choice import AUTO_WAY, has_ring
 from graphzero.passes.place.cast_before_gather import CastBeforeGather
 from graphzero.passes.place.expand import Expand
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
-from graphzero.passes.place.split_attention import SplitAttention
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
@@ -64,7 +61,6 @@ class Options:
     keep_gathered: where forward gathers parameters, names and patterns of those that stay gathered until backward has
         read them; None leaves the pass out.
     delay_gradients: whether what backward makes may wait, to lower the most bytes held at a time.
-    split_attention: the way of attention over a split sequence; see ``SplitAttention``.
     split_experts, expert_capacity: the way of experts that a data axis splits; see ``SplitRouting``.
     pipeline_stages: marks of modules, "model.layers.0@1"; see ``AssignStages``.
     micro_batches: in which a step computes the batch; the placement has an axis ``mb`` of that size.
@@ -86,7 +82,6 @@ class Options:
     recompute: tuple[str, ...] = ()
     keep_gathered: tuple[str, ...] | None = None
     delay_gradients: bool = False
-    split_attention: str = AUTO_WAY
     split_experts: str = AUTO_WAY
     expert_capacity: float = CAPACITY
     pipeline_stages: tuple[str, ...] = ()
@@ -151,7 +146,6 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(CastBeforeGather, "captured", lambda options: options.masters),
     PassEntry(CountTargets, "captured", lambda options: options.adds_up),
     PassEntry(AssignStages, "captured", lambda options: bool(options.pipeline_stages)),
-    PassEntry(SplitAttention, "captured"),
     PassEntry(SplitRouting, "captured"),
     PassEntry(SplitExperts, "captured"),
     PassEntry(Expand, "captured"),
@@ -159,7 +153,6 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(InsertBoxing, "propagated"),
     PassEntry(MicroBatches, "boxed", lambda options: options.micro_batches > 1, adds_up=True),
     PassEntry(LowerBoxing, "boxed"),
-    PassEntry(RingAttention, "lowered", lambda options: has_ring(options.split_attention)),
     PassEntry(Localize, "lowered"),
     PassEntry(Recompute, "local", lambda options: bool(options.recompute)),
     PassEntry(KeepGathered, "local", lambda options: options.gathers and options.keep_gathered is not None),

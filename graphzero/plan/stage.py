@@ -10,7 +10,6 @@ from graphzero.ir.storage.liveness import liveness
 from graphzero.passes import Options, Pass
 from graphzero.passes.schedule.optimizer_in_backward import describe_early
 from graphzero.plan.accumulators import with_accumulators
-from graphzero.plan.attention_fit import describe_ways, fitting_way
 from graphzero.plan.budget import ANY, Budget, Limits, does_not_fit
 from graphzero.plan.gradient_order import in_best_order
 from graphzero.plan.memory.memory_fit import MemoryFit, activations_error
@@ -42,9 +41,8 @@ def choose(
     options: of its passes, but for the stage and the order of backward, which are chosen.  Where ``keep_gathered`` is
         (), the budget is spent at stage 3 on what stays gathered.
     own: the user's passes, each with the name of the one it follows.
-    stages: that are asked for; of several, the first that fits the budget; if none does, the last, with another way of
-        attention over a split sequence, with what plug-ins try, and then with values of forward computed again in
-        backward until it fits.
+    stages: that are asked for; of several, the first that fits the budget; if none does, the last, with what plug-ins
+        try, and then with values of forward computed again in backward until it fits.
     activations: the bytes of these that may be held, or "checkpoint"; None for what the budget leaves.
     offload: the bytes of activations that may be on the device; others wait on the host.  "auto" for what the budget
         leaves, and None for all.
@@ -81,8 +79,6 @@ def first_fitting(
         if budget is None or tried[-1].peak <= budget.nbytes:
             break
     taken = replace(options, stage=tried[-1].plan.stage)
-    if budget is not None and tried[-1].peak > budget.nbytes:
-        taken, tried[-1], lines = fitting_way(taken, budget, tried[-1], at_stage)
     for extension in plan_extensions():
         if budget is not None and tried[-1].peak > budget.nbytes:
             taken, tried[-1], words = extension.find_fitting(variants, taken, budget, tried[-1], at_stage)
@@ -97,12 +93,11 @@ def first_fitting(
         chosen = chosen.decided(
             f'stage="auto": {chosen.plan.stage} is the first that fits {budget}{f" ({before})" if before else ""}'
         )
-    chosen = chosen.decided(*lines, *describe_ways(chosen))
     if options.optimizer_in_backward and chosen.graph.gradients():
         chosen = chosen.decided(after=describe_early(chosen.graph))
     for extension in plan_extensions():
         chosen = extension.describe_program(variants, taken, chosen)
-    return chosen
+    return chosen.decided(*lines)
 
 
 def _at_stage(

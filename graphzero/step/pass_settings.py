@@ -181,7 +181,6 @@ def options_of(settings: Settings, placed: Mapping[Role, Nd], pipeline_stages: t
         axis=zero.axes,
         masters=settings.amp.dtype is not None,
         optimizer_in_backward=settings.optimizer_in_backward,
-        split_attention=settings.split_attention,
         split_experts=settings.split_experts,
         expert_capacity=settings.expert_capacity,
         pipeline_stages=pipeline_stages,

@@ -244,10 +244,14 @@ def test_every_field_of_a_pass_is_an_option_or_setting_and_has_one_type_wherever
 
 
 def test_options_reach_every_pass_that_takes_them() -> None:
-    options = Options(stage=1, optimizer_in_backward=True, bucket_bytes=100, links=(Link(0, 1e9),))
-    told = [(one, field.name) for one in default_passes(options) for field in dataclasses.fields(one)]  # type: ignore[arg-type]
-    assert all(getattr(one, name) == getattr(options, name) for one, name in told)
-    assert {name for _, name in told} >= {"stage", "optimizer_in_backward", "bucket_bytes", "links"}
+    set_by_plugins = {"row_tiles": 3, "split_attention": "ring"}
+    options = Options(
+        stage=1, optimizer_in_backward=True, bucket_bytes=100, links=(Link(0, 1e9),), plugins=set_by_plugins
+    )
+    values = vars(options) | set_by_plugins
+    told = [(one, field) for one in default_passes(options) for field in dataclasses.fields(one)]  # type: ignore[arg-type]
+    assert all(getattr(one, field.name) == values[field.metadata.get("setting", field.name)] for one, field in told)
+    assert {field.name for _, field in told} >= {"stage", "optimizer_in_backward", "bucket_bytes", "links", "tiles"}
 
 
 def test_a_group_is_its_passes_under_one_name() -> None:
@@ -267,8 +271,8 @@ def test_a_group_is_its_passes_under_one_name() -> None:
 def test_a_pass_is_there_under_its_condition() -> None:
     everything = Options(
         stage=3, masters=True, recompute=("*",), keep_gathered=(), delay_gradients=True, optimizer_in_backward=True,
-        micro_batches=2, pipeline_stages=("model@0",), offload_states=True, split_attention="ring",
-        offload_activations=("*",), plugins={"row_tiles": 2},
+        micro_batches=2, pipeline_stages=("model@0",), offload_states=True,
+        offload_activations=("*",), plugins={"row_tiles": 2, "split_attention": "ring"},
     )  # fmt: skip
     assert names(default_passes(everything)) == list(NAMES)
     for options, missing in (

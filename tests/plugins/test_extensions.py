@@ -93,14 +93,16 @@ def test_the_plug_ins_of_graphzero_are_those_that_it_declares_and_each_loads() -
             "fuse_pieces",
             "join_updates",
             "pad_targets",
+            "ring_attention",
+            "split_attention",
             "stack_updates",
             "tile_rows",
         ],
-        "graphzero.settings": ["row_tiles", "shapes"],
+        "graphzero.settings": ["row_tiles", "shapes", "split_attention"],
         "graphzero.inputs": ["shapes"],
         "graphzero.configs": ["deepspeed"],
         "graphzero.stages": ["auto"],
-        "graphzero.plans": ["row_tiles"],
+        "graphzero.plans": ["row_tiles", "split_attention"],
         "graphzero.executors": ["inductor"],
     }
     for point, names in declared.items():

@@ -20,11 +20,12 @@ from graphzero.ir.text.printer import print_line, show_as_printed
 from graphzero.ir.transfer import delivered
 from graphzero.ir.verifier.verify import examine
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, ATTENTION, GROUPED_MM
-from graphzero.passes import Expand, SplitAttention
+from graphzero.passes import Expand
 from graphzero.passes.place.forward_sweep import AxisPropagation, Option
 from graphzero.passes.place.propagate import propagation
 from graphzero.plan.expert_choices import choice_line, expert_choices
 from graphzero.plugins.explain.stage_parts import node_of_part, place_lines
+from graphzero.plugins.split_attention.split_attention import SplitAttention
 from graphzero.sbp import boxing, registry
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.signature import Signature

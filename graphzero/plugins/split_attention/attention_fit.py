@@ -8,57 +8,58 @@ from dataclasses import replace
 from torch import fx
 
 from graphzero.ir import value
-from graphzero.passes import Options, SplitAttention
-from graphzero.passes.boxing.ring_attention import RingAttention
-from graphzero.passes.place.attention_choice import AUTO_WAY, AttentionChoice, ways_by_axis, ways_text
-from graphzero.passes.place.attention_ways import WAYS
-from graphzero.plan.budget import Budget
-from graphzero.plan.plan import mega
-from graphzero.plan.variants import Candidate
+from graphzero.passes import Options
+from graphzero.plan import Budget, Candidate, PlanExtension, mega
+from graphzero.plan.variants import Variants
+from graphzero.plugins.split_attention.attention_choice import AUTO_WAY, AttentionChoice, ways_by_axis, ways_text
+from graphzero.plugins.split_attention.attention_ways import WAYS
+from graphzero.plugins.split_attention.ring_attention import RingAttention
+from graphzero.plugins.split_attention.setting import NAME, ways_of
+from graphzero.plugins.split_attention.split_attention import SplitAttention
 
 
-def fitting_way(
-    options: Options, budget: Budget, plain: Candidate, best: Callable[[Options], Candidate]
-) -> tuple[Options, Candidate, list[str]]:
-    """The way of fewest bytes sent with which a step fits the budget; if none does, that with which it peaks lowest.
+class AttentionFit(PlanExtension):
+    """The way of fewest bytes sent with which a step fits the budget; if none does, that with which it peaks lowest."""
 
-    The options, the program, and words on what was tried, if another way is taken than without a budget.
+    def find_fitting(
+        self,
+        variants: Variants,
+        options: Options,
+        budget: Budget,
+        program: Candidate,
+        best: Callable[[Options], Candidate],
+    ) -> tuple[Options, Candidate, Sequence[str]]:
+        ways, before = ways_by_axis(ways_of(options)), _choices(program)
+        if ways[""] != AUTO_WAY or not before:
+            return options, program, ()
+        inner = list(dict.fromkeys(choice.axis for choice in before))[:-1]
+        others = [{"": way} for way in WAYS]
+        others += [{"": "gather", axis: "exchange"} for axis in inner]
+        said = {axis: way for axis, way in ways.items() if axis}
+        choices = {text: _choices(program, text) for text in dict.fromkeys(ways_text(other | said) for other in others)}
+        smaller = [text for text in choices if _held_bytes(choices[text]) < _held_bytes(before)]
+        tried, taken_by = {ways_of(options): (options, program)}, [_taken(before)]
+        for text in sorted(smaller, key=lambda text: _price(choices[text])):
+            if _taken(choices[text]) not in taken_by:
+                other = replace(options, plugins={**options.plugins, NAME: text})
+                tried[text] = other, best(other)
+                taken_by.append(_taken(choices[text]))
+                if tried[text][1].peak <= budget.nbytes:
+                    break
+        taken, fitting = min(tried.values(), key=lambda one: one[1].peak)
+        if taken is options:
+            return options, program, ()
+        peaks = ", ".join(
+            f"{text!r} would peak at {mega(one.peak)}" for text, (_, one) in tried.items() if one is not fitting
+        )
+        fits = "fits" if fitting.peak <= budget.nbytes else "is nearest to"
+        return taken, fitting, [f"set_split_attention('auto'): {ways_of(taken)!r} {fits} {budget} ({peaks})"]
 
-    best: makes the program of options.  plain: with the way that is taken without a budget, which does not fit.
-    """
-    ways, before = ways_by_axis(options.split_attention), _choices(plain)
-    if ways[""] != AUTO_WAY or not before:
-        return options, plain, []
-    inner = list(dict.fromkeys(choice.axis for choice in before))[:-1]
-    others = [{"": way} for way in WAYS]
-    others += [{"": "gather", axis: "exchange"} for axis in inner]
-    said = {axis: way for axis, way in ways.items() if axis}
-    choices = {text: _choices(plain, text) for text in dict.fromkeys(ways_text(other | said) for other in others)}
-    smaller = [text for text in choices if _held_bytes(choices[text]) < _held_bytes(before)]
-    tried, taken_by = {options.split_attention: (options, plain)}, [_taken(before)]
-    for text in sorted(smaller, key=lambda text: _price(choices[text])):
-        if _taken(choices[text]) not in taken_by:
-            other = replace(options, split_attention=text)
-            tried[text] = other, best(other)
-            taken_by.append(_taken(choices[text]))
-            if tried[text][1].peak <= budget.nbytes:
-                break
-    taken, program = min(tried.values(), key=lambda one: one[1].peak)
-    if taken is options:
-        return options, plain, []
-    peaks = ", ".join(
-        f"{text!r} would peak at {mega(one.peak)}" for text, (_, one) in tried.items() if one is not program
-    )
-    fits = "fits" if program.peak <= budget.nbytes else "is nearest to"
-    return taken, program, [f"set_split_attention('auto'): {taken.split_attention!r} {fits} {budget} ({peaks})"]
-
-
-def describe_ways(candidate: Candidate) -> list[str]:
-    """Words on each way that attention over a split sequence takes in a program."""
-    alike: dict[tuple[str, str, str], list[AttentionChoice]] = {}
-    for choice in _choices(candidate):
-        alike.setdefault((choice.axis, choice.taken, choice.why), []).append(choice)
-    return [*(_line(several) for several in alike.values()), *_gathers(candidate)]
+    def describe_program(self, variants: Variants, options: Options, program: Candidate) -> Candidate:
+        alike: dict[tuple[str, str, str], list[AttentionChoice]] = {}
+        for choice in _choices(program):
+            alike.setdefault((choice.axis, choice.taken, choice.why), []).append(choice)
+        return program.decided(*(_line(several) for several in alike.values()), *_gathers(program))
 
 
 def _gathers(candidate: Candidate) -> Iterator[str]:

@@ -17,9 +17,15 @@ from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import ATTENTION, PIN
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.place.attention_choice import AUTO_WAY, AttentionChoice, choose_way, way_on, ways_by_axis
-from graphzero.passes.place.attention_ways import PlannedPin, SplitSequence, split_sequence
 from graphzero.passes.place.forward_sweep import swept
+from graphzero.plugins.split_attention.attention_choice import (
+    AUTO_WAY,
+    AttentionChoice,
+    choose_way,
+    way_on,
+    ways_by_axis,
+)
+from graphzero.plugins.split_attention.attention_ways import PlannedPin, SplitSequence, split_sequence
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.placement import MICRO_BATCHES
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from graphzero.passes.place.attention_ways import RING, WAYS, AttentionWay, SplitSequence
+from graphzero.plugins.split_attention.attention_ways import RING, WAYS, AttentionWay, SplitSequence
 
 AUTO_WAY = "auto"
 CHOICES = (AUTO_WAY, *WAYS)

@@ -23,8 +23,8 @@ from graphzero.ir.value import TensorType
 from graphzero.ops import ATTENTION, ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD
 from graphzero.ops.attention_contract import wide
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.place.attention_choice import way_on
-from graphzero.passes.place.attention_ways import RING, SEQUENCE, backward_ops, has_equal_pieces
+from graphzero.plugins.split_attention.attention_choice import way_on
+from graphzero.plugins.split_attention.attention_ways import RING, SEQUENCE, backward_ops, has_equal_pieces
 from graphzero.sbp.shards import cutting
 from graphzero.sbp.types import Sbp, replace_at
 
