@@ -112,6 +112,11 @@ class PipelinePlan:
     seconds: PipelineSeconds | None = None
 
     @property
+    def fullest_member(self) -> int:
+        """The member of ``pp`` that the plan of the whole program is of."""
+        return max(range(len(self.members)), key=lambda i: self.members[i].memory.peak)
+
+    @property
     def lines(self) -> list[str]:
         """The plan in words; seconds are those of a micro-batch."""
         columns, seconds = ["stages", "parameters", "states", "in flight", "at peak"], self.seconds

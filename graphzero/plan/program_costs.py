@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 from torch import fx
@@ -16,7 +15,7 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory_space import is_offload, is_reload
 from graphzero.ir.storage.arena import Arena
-from graphzero.ir.storage.liveness import Bytes, Liveness, StorageSpan, liveness
+from graphzero.ir.storage.liveness import Bytes, Liveness, liveness
 from graphzero.ir.transfer import Transfer
 from graphzero.ir.transfer_layout import shape_on
 from graphzero.ir.verifier.verify import examine
@@ -125,41 +124,6 @@ def memory_of(graph: StepGraph, arena: Arena | None = None) -> MemoryPlan:
     stays = sum(span.nbytes for span in on_host if span.begin < 0)
     host = stays + int(at.over_time(on_host).max())
     return MemoryPlan(resident, at_peak, state, where, int(over["activations"].max()), host, stays)
-
-
-class AtPeak(NamedTuple):
-    """A value that is there at the worst moment of a call: its bytes on a rank, and the user's line that made it."""
-
-    name: str
-    category: str
-    nbytes: int
-    source: str
-
-
-def largest_at_peak(graph: StepGraph, most: int, arena: Arena | None) -> list[AtPeak]:
-    """The values that a call makes and that weigh most when it peaks, largest first."""
-    spans = [span for span in _at_peak(graph, arena) if span.begin >= 0]
-    spans.sort(key=lambda span: (-span.nbytes, span.begin))
-    return [
-        AtPeak(label_of(span.storage[0]), span.category, span.nbytes, value.source_of(span.storage[0]))
-        for span in spans[:most]
-    ]
-
-
-def pieces_at_peak(graph: StepGraph, axis: str, arena: Arena | None) -> int:
-    """Bytes, when a call peaks, of what ranks share along an axis whatever the batch: model states and gradients."""
-    axis_index, nbytes = graph.placement.axis(axis), 0
-    for span in _at_peak(graph, arena):
-        node = span.storage[0]
-        if span.category in SHARED and not value.is_multi(node) and value.nd_of(node)[axis_index].is_split:
-            nbytes += span.nbytes
-    return nbytes
-
-
-def _at_peak(graph: StepGraph, arena: Arena | None) -> list[StorageSpan]:
-    """The storages that exist when a call peaks."""
-    worst = int(total_over_time(memory_over_time(graph, arena)).argmax())
-    return [span for span in liveness(graph).spans() if span.begin <= worst <= span.end]
 
 
 def memory_over_time(graph: StepGraph, arena: Arena | None) -> dict[str, Bytes]:

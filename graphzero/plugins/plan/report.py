@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from graphzero.plan.device import Device
-from graphzero.plan.pipelines.pipeline_peak import fullest_member
 from graphzero.plan.plan import PipelinePlan, Plan
-from graphzero.plan.program_costs import AtPeak
 from graphzero.plan.timeline import Timeline
 from graphzero.plugins.plan.least_ranks import Least
+from graphzero.plugins.plan.peak import AtPeak
 from graphzero.sbp.placement import PIPELINE, Placement
 
 
@@ -48,7 +47,7 @@ def traffic(plan: Plan, placement: Placement, device: Device) -> list[TransferGr
 
 def _messages(plan: PipelinePlan, placement: Placement, device: Device) -> Iterator[TransferGroup]:
     """The bytes that stages of the fullest rank send while micro-batches run: activations, and their gradients."""
-    stages = plan.members[fullest_member(plan)].stages
+    stages = plan.members[plan.fullest_member].stages
     edges = [edge for edge in plan.edges if edge.source in stages]
     if edges:
         count, nbytes = sum(edge.messages for edge in edges), float(sum(edge.messages * edge.bytes for edge in edges))

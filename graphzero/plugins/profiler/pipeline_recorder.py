@@ -13,7 +13,6 @@ from torch import fx
 from graphzero.ir.pipeline_parts import BACKWARD, BACKWARD_WEIGHT, EPILOGUE, PartCall, PipelineProgram
 from graphzero.plan import Plan
 from graphzero.plan.device import Device
-from graphzero.plan.pipelines import pipeline_peak
 from graphzero.plan.pipelines.pipeline_timeline import pipeline_timeline
 from graphzero.plan.timeline import Event, Timeline, timeline
 from graphzero.plugins.profiler.data import RankTrace
@@ -107,7 +106,7 @@ def _event(pipeline: PipelineProgram, call: PartCall, begin: float, end: float) 
 
 def fullest_member(plan: Plan) -> int | None:
     """The member of ``pp`` that a plan is of; None without pipeline stages."""
-    return None if plan.pipeline is None else pipeline_peak.fullest_member(plan.pipeline)
+    return None if plan.pipeline is None else plan.pipeline.fullest_member
 
 
 def planned_of(program: StepProgram, device: Device) -> Timeline:
