@@ -59,8 +59,15 @@ class CheckError(GraphZeroError, AssertionError):
 
 
 class CapacityError(CheckError):
-    """More rows of tokens go to the experts of one rank than there is room: the step stopped before it changed
-    anything."""
+    """A step needs more room than its program has, as for rows of tokens that go to the experts of one rank: it stopped
+    before it changed anything.
+
+    check: the message of the check that was not met.
+    """
+
+    def __init__(self, message: str, check: str = "") -> None:
+        super().__init__(message)
+        self.check = check
 
 
 class SbpError(GraphZeroError, ValueError):

@@ -28,9 +28,10 @@ from graphzero.checkpoint.checkpointer import Checkpointer
 from graphzero.config import GraphConfig
 from graphzero.errors import CapacityError, CaptureError, ConfigError, hides_frames
 from graphzero.ir.graph import StepGraph
-from graphzero.logs import OPTIONS, event
+from graphzero.logs import OPTIONS
 from graphzero.passes import Record
 from graphzero.plan import Plan
+from graphzero.runtime.execute.checks import room_checks
 from graphzero.runtime.state import full_tensors, modules
 from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.world import launch
@@ -157,10 +158,10 @@ class Graph:
         while True:
             try:
                 return self._take_step(args, kwargs)
-            except CapacityError:  # on all ranks, and nothing has changed: the same step again
+            except CapacityError as error:  # on all ranks, and nothing has changed: the same step again
                 if self._steps.is_watched:  # by what would take both for one step
                     raise
-                self.give_more_room()
+                self.give_more_room(error)
 
     def _take_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_apart("called")
@@ -203,15 +204,15 @@ class Graph:
             selection = self._selection
             yield selection.recall(args, kwargs) if alone else selection.prepare(args, kwargs, False, verifies)
 
-    def give_more_room(self) -> None:
-        """For the rest of graphzero: double the room of an exchange of experts' rows, which was too little for a step.
+    def give_more_room(self, error: CapacityError) -> None:
+        """For the rest of graphzero: give what is compiled from now on the room that a step lacked.
 
-        What is compiled from now on has it; with as much as there are ranks, no step can need more.
+        Raises ``error`` if no setting changes by that: the step would stop again.
         """
-        capacity = 2 * self.config.expert_capacity
-        self.config.set_split_experts(self.config.split_experts, capacity=capacity)
-        message = f"{self.name} runs a step again, with room for {capacity:g} times an even share of experts' rows"
-        event("more_room_for_rows", message, graph=self.name, capacity=capacity)
+        before = self.config.settings
+        room_checks()[error.check].give_more(self)
+        if self.config.settings == before:
+            raise error
 
     # ---- reading
 

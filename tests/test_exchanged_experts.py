@@ -21,8 +21,9 @@ from toys import lines, lower
 
 import graphzero as gz
 from graphzero.errors import CapacityError, CheckError, ConfigError
-from graphzero.passes.experts import row_exchange
-from graphzero.passes.experts.split_routing import SplitRouting
+from graphzero.plugins.experts import row_exchange
+from graphzero.plugins.experts.split_routing import SplitRouting
+from graphzero.runtime.record import cuda_graph
 from graphzero.sbp import B, S
 from graphzero.testing import assert_same_step, strict_transfers
 
@@ -90,6 +91,18 @@ def test_a_rank_sends_the_room_for_rows_in_both_directions_of_each_phase(capacit
     assert [c.phase for c in sent] == ["forward"] * 4 + ["backward"] * 4
     products = lines(graph.program, "= grouped_mm(")
     assert len(products) == 12 and all(f"{4 * room:g}" in line or "f64[1, " in line for line in products)
+
+
+def test_a_step_that_is_recorded_has_room_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording stops at no check."""
+    monkeypatch.setattr(cuda_graph, "check", lambda placement: None)
+    graphs = [TrainGraph(model_of(shared=False), loss_of, placement=virtual(dp=4)) for _ in range(2)]
+    for graph, capacity in zip(graphs, (1.0, 4.0), strict=True):
+        gz.to_global(graph.model, graph.placement, {"*.up": S(0), "*.down": S(0)})
+        exchanging(capacity)(graph)
+    graphs[0].config.set_cuda_graph()
+    recorded, wide = (str(graph.compile(batch(0)).program) for graph in graphs)
+    assert recorded == wide and "all_to_all" in wide and "check(" not in wide
 
 
 def test_the_plan_of_an_exchange_equals_what_a_call_does() -> None:

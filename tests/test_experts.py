@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from toys import history, lines, lower
 
 import graphzero as gz
-from graphzero.passes.experts import expert_region
+from graphzero.plugins.experts import expert_region
 from graphzero.sbp import B, S
 from graphzero.testing import assert_same_step
 

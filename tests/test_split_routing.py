@@ -16,8 +16,8 @@ from toys import history, lines, lower
 
 import graphzero as gz
 from graphzero.errors import ConfigError
-from graphzero.passes.experts.split_routing import SplitRouting
 from graphzero.passes.place.forward_sweep import AxisPropagation
+from graphzero.plugins.experts.split_routing import SplitRouting
 from graphzero.sbp import B, S
 from graphzero.testing import assert_same_step
 

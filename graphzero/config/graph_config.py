@@ -25,7 +25,6 @@ from graphzero.config.stages import read_auto_stages, with_stage
 from graphzero.config.zero import zero_of
 from graphzero.errors import ConfigError
 from graphzero.extensions import STAGES, extensions
-from graphzero.passes.experts.expert_ways import CAPACITY
 from graphzero.plan.device import Device
 from graphzero.runtime.world import launch
 from graphzero.sbp.link_costs import Link
@@ -46,8 +45,11 @@ class GraphConfig(metaclass=PluginMembers):
     def _set(self, **changes: Any) -> None:
         self._settings = replace(self._settings, **changes)
 
-    def _set_plugin(self, name: str, value: Any) -> None:
-        self._set(plugins=with_value(self._settings.plugins, name, value))
+    def _set_plugins(self, values: Mapping[str, Any]) -> None:
+        plugins = self._settings.plugins
+        for name, value in values.items():
+            plugins = with_value(plugins, name, value)
+        self._set(plugins=plugins)
 
     def enable_zero(
         self,
@@ -123,26 +125,6 @@ class GraphConfig(metaclass=PluginMembers):
         otherwise.  If the bytes are too few, compiling the step raises ConfigError with the bytes that it needs.
         """
         self._set(activation_memory=memory)
-
-    def set_split_experts(self, way: str, *, capacity: float = CAPACITY) -> None:
-        """Say how tokens and weights come together where a data axis splits experts; "auto", the default, or one of
-        these.
-
-        ========== =====================================================================================================
-        "exchange" tokens go to the ranks of their experts, and results back, by all-to-all; none is ever dropped
-        "tokens"   each rank gathers all tokens, and computes what its experts make of them
-        "weights"  each rank gathers the weights of all experts, and computes its own tokens
-        "auto"     what sends fewest bytes, or takes fewest seconds after ``set_links``
-        ========== =====================================================================================================
-
-        capacity: of an exchange, for how many rows of one rank another one has room, as a multiple of an even share.  A
-        step that needs more stops before it changes anything, and runs again, as the same step, in a program with
-        twice the room, which the Graph goes on with; with as much as there are ranks there is room for any routing.
-        With ``set_cuda_graph`` a step cannot stop: there is always room for all rows.
-
-        The step is the same either way, but for rounding.  The ways are described in docs/experts.md.
-        """
-        self._set(split_experts=way, expert_capacity=capacity)
 
     def set_optimizer_in_backward(self, mode: bool = True) -> None:
         """Step each parameter while backward runs, as soon as its gradient is complete and its old value has been read.

@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from types import MethodType
 from typing import Any
 
@@ -51,8 +51,8 @@ def plugin_members(kind: type) -> dict[str, Any]:
     taken = {name for base in kind.__mro__ for name in vars(base)}
     for name, setting in plugin_settings().items():
         _add(members, taken, name, _property(setting), extensions(SETTINGS)[name])
-    for method, (name, value_of) in plugin_methods().items():
-        _add(members, taken, method, _method(name, value_of), extensions(SETTINGS)[name])
+    for method, (names, values_of) in plugin_methods().items():
+        _add(members, taken, method, _method(names, values_of), extensions(SETTINGS)[names[0]])
     for system, plugin in extensions(CONFIGS).items():
         _add(members, taken, system, _reading(system), plugin)
     return members
@@ -66,21 +66,22 @@ def _add(members: dict[str, Any], taken: Collection[str], name: str, member: Any
 
 def _property(one: Setting) -> property:
     def assign(config: Any, value: Any) -> None:
-        config._set_plugin(one.name, value)
+        config._set_plugins({one.name: value})
 
     doc = one.doc or f"What ``{one.method}`` was given; {one.default!r} without it."
     return property(lambda config: config.settings.plugin_value(one.name), None if one.method else assign, doc=doc)
 
 
-def _method(name: str, value_of: Callable[..., Any]) -> Callable[..., None]:
-    @functools.wraps(value_of)
-    def set_value(config: Any, *args: Any, **kwargs: Any) -> None:
-        config._set_plugin(name, value_of(config, *args, **kwargs))
+def _method(names: Sequence[str], values_of: Callable[..., Any]) -> Callable[..., None]:
+    @functools.wraps(values_of)
+    def set_values(config: Any, *args: Any, **kwargs: Any) -> None:
+        values = values_of(config, *args, **kwargs)
+        config._set_plugins(values if len(names) > 1 else {names[0]: values})
 
-    own, *others = inspect.signature(value_of).parameters.values()
+    own, *others = inspect.signature(values_of).parameters.values()
     signature = inspect.Signature([own.replace(name="self"), *others], return_annotation="None")
-    set_value.__signature__ = signature  # type: ignore[attr-defined]
-    return set_value
+    set_values.__signature__ = signature  # type: ignore[attr-defined]
+    return set_values
 
 
 def _reading(system: str) -> property:

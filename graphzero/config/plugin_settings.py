@@ -18,7 +18,9 @@ class PluginSetting:
     default: the value without the user's word.  check: what other values must meet; they are hashable, and ``str`` of
     one is the same in every process, because ranks compare it.
     method: a function that makes the value of the GraphConfig and further arguments; GraphConfig then has a method of
-    that name, which takes those and sets the value.  Without one, the value is assigned.
+    that name, which takes those and sets the value.  Without one, the value is assigned.  Where several settings have
+    the same one, it makes a dict of their values by name.
+    said: how messages write what sets it, with {} for the value; by default ``METHOD({})`` or ``config.NAME = {}``.
     doc, in_program: see ``Setting``.
     """
 
@@ -27,6 +29,7 @@ class PluginSetting:
     doc: str = ""
     method: Callable[..., Any] | None = None
     in_program: bool = True
+    said: str = ""
 
 
 class PluginValue(NamedTuple):
@@ -46,9 +49,19 @@ def plugin_settings() -> Mapping[str, Setting]:
 
 
 @cache
-def plugin_methods() -> Mapping[str, tuple[str, Callable[..., Any]]]:
-    """Method of GraphConfig -> the setting that it sets, and what makes the value of its arguments."""
-    return {one.method.__name__: (name, one.method) for name, one in _added().items() if one.method is not None}
+def plugin_methods() -> Mapping[str, tuple[tuple[str, ...], Callable[..., Any]]]:
+    """Method of GraphConfig -> the settings that it sets, and what makes their values of its arguments.
+
+    Raises ConfigError for two plug-ins with methods of one name.
+    """
+    methods: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {}
+    for name, one in _added().items():
+        if one.method is not None:
+            names, method = methods.get(one.method.__name__, ((), one.method))
+            if method is not one.method:
+                raise extensions(SETTINGS)[name].refusal(f"adds config.{method.__name__}, which is there already")
+            methods[method.__name__] = (*names, name), method
+    return methods
 
 
 def with_value(values: tuple[PluginValue, ...], name: str, value: Any) -> tuple[PluginValue, ...]:
@@ -74,4 +87,4 @@ def _added() -> Mapping[str, PluginSetting]:
 
 def _setting(name: str, added: PluginSetting) -> Setting:
     said = f"{added.method.__name__}({{}})" if added.method is not None else ""
-    return Setting(name, added.default, added.check, said, added.doc, added.in_program)
+    return Setting(name, added.default, added.check, added.said or said, added.doc, added.in_program)

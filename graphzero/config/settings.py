@@ -24,9 +24,7 @@ from graphzero.config.stages import AutoStages, StageMark
 from graphzero.config.zero import AUTO, ZeroSettings
 from graphzero.errors import ConfigError
 from graphzero.extensions import EXECUTORS, extensions
-from graphzero.passes.experts.expert_ways import AUTO_WAY, CAPACITY
-from graphzero.passes.experts.expert_ways import WAYS as EXPERT_WAYS
-from graphzero.sbp.link_costs import Link, Links, is_finite
+from graphzero.sbp.link_costs import Link, Links
 from graphzero.schedules import GENERATORS, PipelineSchedule
 
 EAGER = "eager"
@@ -82,13 +80,6 @@ class Settings(Checked):
             "them all",
         ),
         "set_activation_memory({})",
-    )
-    split_experts: str = setting(AUTO_WAY, one_of(AUTO_WAY, *EXPERT_WAYS), "set_split_experts({})")
-    expert_capacity: float = setting(
-        CAPACITY,
-        Check(lambda x: is_finite(x) and x > 0, "give a number above 0, such as 1.25"),
-        "set_split_experts(capacity={})",
-        doc="Room of an exchange, as ``set_split_experts`` left it, or a step that needed more.",
     )
     optimizer_in_backward: bool = setting(False, YES_OR_NO, "set_optimizer_in_backward({})")
     arena: bool = setting(True, YES_OR_NO, "set_arena({})")

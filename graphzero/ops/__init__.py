@@ -11,6 +11,6 @@ from graphzero.ops.cross_entropy import CROSS_ENTROPY_BACKWARD
 from graphzero.ops.embedding_bag import BAG, BAG_BACKWARD, BAG_SCALES_BACKWARD
 from graphzero.ops.grouped_mm import GROUPED_MM
 from graphzero.ops.local_region import AS_GLOBAL, AS_LOCAL, FREE, SAME, dual
-from graphzero.ops.markers import CHECK, MOVE, PIN, ROOM_FOR_ROWS
+from graphzero.ops.markers import CHECK, MOVE, PIN
 from graphzero.ops.random import RANK_KEY, UNIFORM_LIKE
 from graphzero.ops.stochastic_round import STOCHASTIC_ROUND

@@ -17,7 +17,6 @@ LIBRARY.define("move(Tensor x, int stage) -> Tensor")
 PIN = torch.ops.graphzero.pin.default
 CHECK = torch.ops.graphzero.check.default
 MOVE = torch.ops.graphzero.move.default
-ROOM_FOR_ROWS = "room for the rows of experts"  # what a check of ours says, which the Graph answers itself
 for _name in ("pin", "check", "move"):
     LIBRARY.impl(_name, lambda x, about: x.clone(), ANYWHERE)
 torch.library.register_autograd("graphzero::pin", lambda ctx, grad: (grad, None), lib=LIBRARY)

@@ -14,8 +14,6 @@ from graphzero.passes.base import BuiltinPass, Group, Pass, Pipeline, Record, pa
 from graphzero.passes.boxing.insert_boxing import InsertBoxing
 from graphzero.passes.boxing.localize import Localize
 from graphzero.passes.boxing.lower_boxing import LowerBoxing
-from graphzero.passes.experts.split_experts import SplitExperts
-from graphzero.passes.experts.split_routing import SplitRouting
 from graphzero.passes.memory.dead_code import DeadCode
 from graphzero.passes.memory.delay_gradients import DelayGradients
 from graphzero.passes.memory.in_place import InPlace
@@ -40,7 +38,7 @@ __all__ = [
     "Assign", "Bucket", "BuiltinPass", "CopyOld", "DeadCode", "Expand", "Fuse", "Group", "InsertBoxing",
     "KeepGathered", "Launch", "Localize", "LowerBoxing", "CastBeforeGather", "Options", "DelayGradients", "Overlap",
     "OverlapUpdate", "Pass", "PassEntry", "Pin", "Pipeline", "Propagate", "Recompute", "Record",
-    "InPlace", "Schedule", "Slots", "SplitExperts", "SplitRouting",
+    "InPlace", "Schedule", "Slots",
     "OptimizerInBackward", "Zero", "default_passes", "host_memory", "parse_passes", "pass_name", "print_passes",
 ]  # fmt: skip
 

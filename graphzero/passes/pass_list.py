@@ -17,9 +17,6 @@ from graphzero.passes.base import Group, Pass, pass_name, snake_case
 from graphzero.passes.boxing.insert_boxing import InsertBoxing
 from graphzero.passes.boxing.localize import Localize
 from graphzero.passes.boxing.lower_boxing import LowerBoxing
-from graphzero.passes.experts.expert_ways import AUTO_WAY, CAPACITY
-from graphzero.passes.experts.split_experts import SplitExperts
-from graphzero.passes.experts.split_routing import SplitRouting
 from graphzero.passes.memory.dead_code import DeadCode
 from graphzero.passes.memory.delay_gradients import DelayGradients
 from graphzero.passes.memory.in_place import InPlace
@@ -61,13 +58,13 @@ class Options:
     keep_gathered: where forward gathers parameters, names and patterns of those that stay gathered until backward has
         read them; None leaves the pass out.
     delay_gradients: whether what backward makes may wait, to lower the most bytes held at a time.
-    split_experts, expert_capacity: the way of experts that a data axis splits; see ``SplitRouting``.
     pipeline_stages: marks of modules, "model.layers.0@1"; see ``AssignStages``.
     micro_batches: in which a step computes the batch; the placement has an axis ``mb`` of that size.
     whole_accumulators, whole_on: see ``MicroBatches``.
     offload_states: whether optimizer states are in host memory.
     offload_activations: names and patterns of values of forward that wait in host memory for backward.
     bucket_bytes: of one bucket, and of what is under way at a time; None follows the size of the model.
+    cuda_graph: whether the step is recorded in a CUDA graph, in which no check can stop it.
     plugins: values of plug-ins' settings that are not as by default, by name.
     optimise: whether passes are there that a program also runs without, only with more memory or time.
     """
@@ -82,8 +79,6 @@ class Options:
     recompute: tuple[str, ...] = ()
     keep_gathered: tuple[str, ...] | None = None
     delay_gradients: bool = False
-    split_experts: str = AUTO_WAY
-    expert_capacity: float = CAPACITY
     pipeline_stages: tuple[str, ...] = ()
     micro_batches: int = 1
     whole_accumulators: bool = False
@@ -91,6 +86,7 @@ class Options:
     offload_states: bool = False
     offload_activations: tuple[str, ...] = ()
     bucket_bytes: int | None = None
+    cuda_graph: bool = False
     optimise: bool = True
     plugins: Mapping[str, Any] = field(default_factory=dict, metadata={"in_text": False})
 
@@ -146,8 +142,6 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(CastBeforeGather, "captured", lambda options: options.masters),
     PassEntry(CountTargets, "captured", lambda options: options.adds_up),
     PassEntry(AssignStages, "captured", lambda options: bool(options.pipeline_stages)),
-    PassEntry(SplitRouting, "captured"),
-    PassEntry(SplitExperts, "captured"),
     PassEntry(Expand, "captured"),
     PassEntry(Propagate, "captured"),
     PassEntry(InsertBoxing, "propagated"),

@@ -14,7 +14,6 @@ from graphzero.ir.storage.arena import arena_of
 from graphzero.ir.value import Role
 from graphzero.passes import Options
 from graphzero.plan import STAGES, Budget, Candidate, choose
-from graphzero.plan.expert_choices import expert_choices, expert_lines
 from graphzero.plan.pipelines.pipeline import PipelinePrograms, with_seconds
 from graphzero.plan.pipelines.pipeline_fit import choose_pipeline
 from graphzero.plan.pipelines.stage_chooser import StageRequest, stage_chooser
@@ -46,8 +45,6 @@ def program_of(
     if settings.gradient_accumulation_steps > 1:
         graph, placed = in_micro_batches(graph, settings, placed)
     options = options_of(settings, placed, pipeline_stages)
-    if settings.cuda_graph:  # a recording stops at no check: so there is room for all rows
-        options = replace(options, expert_capacity=float(prod(graph.placement.hierarchy)))
     if pipeline_stages or settings.auto_stages is not None:
         decisions, device = list[str](), plain(whole.device_type)
         if settings.auto_stages is not None:
@@ -61,20 +58,15 @@ def program_of(
         offload = settings.offload.activations
         assert not isinstance(offload, str)
         candidate = choose_pipeline(programs, options, stages, budget, settings.activation_memory, offload)
-        return with_seconds(candidate.decided(*decisions, *_expert_lines(candidate)), device)
+        return with_seconds(candidate.decided(*decisions), device)
     candidate = choose(
         graph, options, settings.user_passes, stages=stages, budget=budget,
         activations=settings.activation_memory, offload=settings.offload.activations, verifies=verifies,
     )  # fmt: skip
-    candidate = candidate.decided(*_expert_lines(candidate))
     if not (settings.arena and settings.executor == "eager" and graph.placement.device_type == "cpu"):
         return candidate
     arena = arena_of(candidate.graph, settings.memory_budget)
     return candidate if arena is None else candidate.within(arena)
-
-
-def _expert_lines(candidate: Candidate) -> list[str]:
-    return expert_lines(expert_choices(candidate.graph, candidate.history))
 
 
 def _stage_request(
@@ -181,13 +173,12 @@ def options_of(settings: Settings, placed: Mapping[Role, Nd], pipeline_stages: t
         axis=zero.axes,
         masters=settings.amp.dtype is not None,
         optimizer_in_backward=settings.optimizer_in_backward,
-        split_experts=settings.split_experts,
-        expert_capacity=settings.expert_capacity,
         pipeline_stages=pipeline_stages,
         micro_batches=settings.gradient_accumulation_steps,
         links=settings.links,
         offload_states=settings.offload.states,
         keep_gathered=zero.keep_gathered or (() if may_keep else None),
         bucket_bytes=settings.bucket_bytes,
+        cuda_graph=settings.cuda_graph,
         plugins=dict(settings.plugins),
     )

@@ -78,7 +78,7 @@ def run_program(program: StepGraph, inputs: Mapping[str, Any]) -> dict[str, Rank
     """Run one step of a program of ``lower_program``, from whole values by placeholder, which are not changed.
 
     Returns outputs ("output 0"), auxiliary values by name, and new states ("new w").  Raises CapacityError where the
-    program has too little room for rows that ranks exchange.
+    program has too little room.
     """
     place = program.placement
     world = VirtualWorld(place)

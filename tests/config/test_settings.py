@@ -162,8 +162,8 @@ def test_a_wrong_value_from_the_user_changes_nothing(one):
 @each_of_all
 def test_a_copy_has_its_own(one):
     first = config()
-    set_value = first._set_plugin if one.name in plugin_settings() else lambda name, x: first._set(**{name: x})
-    set_value(one.name, another(one))
+    set_values = first._set_plugins if one.name in plugin_settings() else lambda values: first._set(**values)
+    set_values({one.name: another(one)})
     second = copy.deepcopy(first)
     assert second.settings == first.settings and second.fingerprint == first.fingerprint
     second._settings = Settings()

@@ -40,6 +40,7 @@ SAMPLES: dict[str, list[Any]] = {
     "split_attention": ["exchange", "gather"],
     "split_experts": ["exchange", "tokens"],
     "expert_capacity": [0.1, 4.0],
+    "cuda_graph": [True],
     "pipeline_stages": [(), ("model.a@0", "model.layers.*@1", "it's")],
     "keep_gathered": [(), ("model.head.*", "w", "none", "a,b", "(", "it's")],
     "delay_gradients": [True],

@@ -244,7 +244,7 @@ def test_every_field_of_a_pass_is_an_option_or_setting_and_has_one_type_wherever
 
 
 def test_options_reach_every_pass_that_takes_them() -> None:
-    set_by_plugins = {"row_tiles": 3, "split_attention": "ring"}
+    set_by_plugins = {"row_tiles": 3, "split_attention": "ring", "split_experts": "tokens", "expert_capacity": 3.0}
     options = Options(
         stage=1, optimizer_in_backward=True, bucket_bytes=100, links=(Link(0, 1e9),), plugins=set_by_plugins
     )

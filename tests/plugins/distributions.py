@@ -9,6 +9,7 @@ from graphzero import extensions
 from graphzero.config import members, plugin_settings
 from graphzero.passes import pass_list
 from graphzero.plan import plan_extension
+from graphzero.runtime.execute import checks
 
 
 def install(
@@ -30,7 +31,7 @@ def install(
 
 def forget() -> None:
     """As in a process that has not looked for plug-ins yet."""
-    for module in (extensions, pass_list, plugin_settings, members, plan_extension):
+    for module in (extensions, pass_list, plugin_settings, members, plan_extension, checks):
         for held in vars(module).values():
             if hasattr(held, "cache_clear"):
                 held.cache_clear()

@@ -19,13 +19,18 @@ from graphzero.cli import main
 from graphzero.config import PluginValue, Settings, plugin_settings
 from graphzero.passes import pass_list, pass_names
 from graphzero.plan.plan_extension import plan_extensions
+from graphzero.runtime.execute.checks import room_checks
 from graphzero.step.input_transform import active_transform
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TEXT = """
 import dataclasses
+import torch
 from graphzero.config import Check, PluginSetting
 from graphzero.passes import PassEntry
+from graphzero.passes.place.expand import DefinitionWriter
+from graphzero.plugins.experts.room_check import check_room
+from graphzero.runtime.execute.checks import RoomCheck
 
 @dataclasses.dataclass(frozen=True)
 class Noop:
@@ -38,6 +43,19 @@ class Noop:
 class Further(Noop):
     pass
 
+@dataclasses.dataclass(frozen=True)
+class Reserve:
+    \"\"\"Has room for inputs up to 0.\"\"\"
+    def __call__(self, graph):
+        first = next(node for node in graph.nodes if node.op == "call_function")
+        largest = DefinitionWriter(graph, first)(torch.ops.aten.amax.default, next(graph.placeholders("batch")))
+        check_room(graph, [largest], "maximum", reserved.message)
+        return graph
+
+def set_depth(config, depth):
+    return depth
+
+reserving = PassEntry(Reserve, "captured", after="zero")
 behind_zero = PassEntry(Noop, "captured", after="zero")
 behind_noop = PassEntry(Further, "captured", after="noop")
 behind_nothing = PassEntry(Noop, "captured", after="nothing")
@@ -47,6 +65,9 @@ behind_localize = PassEntry(Further, "local", after="localize")
 in_fuse = PassEntry(Noop, "local", group="fuse", after="localize")
 in_no_group = PassEntry(Noop, "local", group="fused", after="localize")
 setting = PluginSetting(0, Check(lambda x: isinstance(x, int), "give an int"))
+by_method = dataclasses.replace(setting, method=set_depth)
+reserved = RoomCheck("a maximum of 0", "the maximum is above 0", lambda graph: None)
+taken = RoomCheck("room for the rows of experts", "", lambda graph: None)
 wrong_setting = PluginSetting("", Check(lambda x: isinstance(x, int), "give an int"))
 
 def halves(graph, options, own, request):
@@ -95,14 +116,17 @@ def test_the_plug_ins_of_graphzero_are_those_that_it_declares_and_each_loads() -
             "pad_targets",
             "ring_attention",
             "split_attention",
+            "split_experts",
+            "split_routing",
             "stack_updates",
             "tile_rows",
         ],
-        "graphzero.settings": ["row_tiles", "shapes", "split_attention"],
+        "graphzero.settings": ["expert_capacity", "row_tiles", "shapes", "split_attention", "split_experts"],
         "graphzero.inputs": ["shapes"],
         "graphzero.configs": ["deepspeed"],
         "graphzero.stages": ["auto"],
-        "graphzero.plans": ["row_tiles", "split_attention"],
+        "graphzero.plans": ["row_tiles", "split_attention", "split_experts"],
+        "graphzero.checks": ["room_for_rows"],
         "graphzero.executors": ["inductor"],
     }
     for point, names in declared.items():
@@ -297,3 +321,34 @@ def test_a_field_of_a_pass_is_given_the_value_of_a_plug_ins_setting(site: Site) 
     site("passes", "noop", "MODULE:behind_zero")
     passes = pass_list.default_passes(gz.passes.Options(plugins={"limit": 7}))
     assert [one.limit for one in passes if type(one).__name__ == "Noop"] == [7]
+
+
+def test_two_plug_ins_with_a_method_of_one_name_are_refused(site: Site) -> None:
+    site("settings", "depth", "MODULE:by_method", name="a-plugin")
+    site("settings", "width", "MODULE:by_method", name="b-plugin")
+    config = gz.GraphConfig(gz.placement("cpu", [0], virtual=True))
+    with pytest.raises(gz.ConfigError, match="of the distribution b-plugin adds config.set_depth, which is there al"):
+        config.set_depth(1)
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("MODULE:setting", "is not a check: give a graphzero.runtime.execute.checks.RoomCheck"),
+        ("MODULE:taken", "has the message of another check, 'room for the rows of experts'"),
+    ],
+)
+def test_a_check_of_room_that_cannot_be_used_is_refused(site: Site, target: str, problem: str) -> None:
+    site("checks", "room", target)
+    with pytest.raises(gz.ConfigError, match=problem):
+        room_checks()
+
+
+def test_a_step_whose_plug_in_gives_no_more_room_stops(site: Site) -> None:
+    site("passes", "reserve", "MODULE:reserving", name="a-plugin")
+    site("checks", "maximum", "MODULE:reserved", name="b-plugin")
+    graph = TrainGraph(torch.nn.Linear(2, 2), mean_square, placement=gz.placement("cpu", range(2), virtual=True))
+    graph(-torch.ones(2, 2))
+    for call in (graph, lambda x: gz.check(graph, x)):
+        with pytest.raises(gz.errors.CapacityError, match="the maximum is above 0; calls of a Graph do so"):
+            call(torch.ones(2, 2))

@@ -63,8 +63,8 @@ def check(
     while True:
         try:
             return _compare(graph, args, kwargs, dtype, rtol)
-        except CapacityError:  # as a call would
-            graph.give_more_room()
+        except CapacityError as error:  # as a call would
+            graph.give_more_room(error)
 
 
 def _compare(

@@ -23,7 +23,7 @@ from graphzero.ops import AS_GLOBAL, AS_LOCAL, ATTENTION, GROUPED_MM
 from graphzero.passes import Expand
 from graphzero.passes.place.forward_sweep import AxisPropagation, Option
 from graphzero.passes.place.propagate import propagation
-from graphzero.plan.expert_choices import choice_line, expert_choices
+from graphzero.plugins.experts.expert_choices import choice_line, expert_choices
 from graphzero.plugins.explain.stage_parts import node_of_part, place_lines
 from graphzero.plugins.split_attention.split_attention import SplitAttention
 from graphzero.sbp import boxing, registry

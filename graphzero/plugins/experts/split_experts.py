@@ -13,8 +13,8 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import AS_LOCAL, FREE, GROUPED_MM
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.experts.expert_region import ExpertRegion
 from graphzero.passes.place.forward_sweep import AxisPropagation, swept
+from graphzero.plugins.experts.expert_region import ExpertRegion
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.types import S
 

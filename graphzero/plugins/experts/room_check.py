@@ -1,4 +1,4 @@
-"""The check that rows of experts have had room: on every pipeline stage, and before what build checks."""
+"""The check that rows of experts have room: on every pipeline stage, and before what build checks."""
 
 from __future__ import annotations
 
@@ -7,18 +7,39 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from graphzero.graph import Graph
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.pipeline_stages import stages_of
-from graphzero.ops import CHECK, MOVE, ROOM_FOR_ROWS
+from graphzero.logs import event
+from graphzero.ops import CHECK, MOVE
 from graphzero.passes.place.expand import DefinitionWriter
+from graphzero.runtime.execute.checks import RoomCheck
 
 aten = torch.ops.aten
 
 
-def check_room(graph: StepGraph, excesses: Sequence[fx.Node]) -> None:
+def give_more_room(graph: Graph) -> None:
+    """Double the room of an exchange; with as much as there are ranks, no step can need more."""
+    capacity = 2 * graph.config.expert_capacity
+    graph.config.set_split_experts(graph.config.split_experts, capacity=capacity)
+    message = f"{graph.name} runs a step again, with room for {capacity:g} times an even share of experts' rows"
+    event("more_room_for_rows", message, graph=graph.name, capacity=capacity)
+
+
+ROOM_FOR_ROWS = RoomCheck(
+    message="room for the rows of experts",
+    problem="more rows of tokens go from one rank to the experts of another one than there is room\n"
+    '  Give more: config.set_split_experts("exchange", capacity=...)',
+    give_more=give_more_room,
+)
+
+
+def check_room(graph: StepGraph, excesses: Sequence[fx.Node], name: str, message: str) -> None:
     """Let the step stop, on all stages, where some rank has more rows for another one than there is room.
 
+    excesses: 0-d values, above 0 where there is too little room.  name: of the check in the program, after ``check.``.
+    message: of the ``RoomCheck``.
     Without room results have no meaning, so what build checks of them counts as met: then all ranks, also those of
     other stages, stop for the same reason, and the step is made again.
     """
@@ -28,8 +49,9 @@ def check_room(graph: StepGraph, excesses: Sequence[fx.Node]) -> None:
         lacks, after = _on_all_stages(graph, lacks)
     w, stages, aux = DefinitionWriter(graph, after), stages_of(graph.nodes), dict(graph.aux)
     for stage, lack in lacks.items():
-        name = "check.room_for_rows" if stage is None else f"check.room_for_rows.{stage}"
-        aux[name] = last = w(CHECK, w(aten.logical_not.default, lack), ROOM_FOR_ROWS)
+        aux[f"check.{name}" if stage is None else f"check.{name}.{stage}"] = last = w(
+            CHECK, w(aten.logical_not.default, lack), message
+        )
     places = {node: i for i, node in enumerate(graph.nodes)}
     for check in [node for node in graph.aux.values() if node.target is CHECK]:
         if places[check] < places[last]:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import GROUPED_MM
-from graphzero.passes import Record
-from graphzero.passes.experts.expert_ways import ExpertChoice
-from graphzero.passes.experts.split_routing import SplitRouting
+from graphzero.passes import Options, Record
+from graphzero.plan import Candidate, PlanExtension
 from graphzero.plan.plan import format_seconds
+from graphzero.plan.variants import Variants
+from graphzero.plugins.experts.expert_ways import ExpertChoice
+from graphzero.plugins.experts.split_routing import SplitRouting
 
 
 def expert_choices(program: StepGraph, history: Sequence[Record]) -> list[ExpertChoice]:
@@ -43,3 +45,10 @@ def expert_lines(choices: Sequence[ExpertChoice]) -> list[str]:
         f"{line}: {names[0]}" + (f" and {len(names) - 1} more, each" if len(names) > 1 else "")
         for line, names in modules.items()
     ]
+
+
+class ExpertLines(PlanExtension):
+    """The lines of a plan on the choices of its program."""
+
+    def describe_program(self, variants: Variants, options: Options, program: Candidate) -> Candidate:
+        return program.decided(*expert_lines(expert_choices(program.graph, program.history)))

@@ -21,8 +21,8 @@ from torch import fx
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import AS_GLOBAL, AS_LOCAL
-from graphzero.passes.experts.region_writer import words_of
 from graphzero.passes.place.expand import DefinitionWriter
+from graphzero.plugins.experts.region_writer import words_of
 from graphzero.sbp.types import P, S, Sbp
 
 aten = torch.ops.aten

@@ -11,10 +11,10 @@ from torch import fx
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, GROUPED_MM
-from graphzero.passes.experts.region_writer import RegionWriter
-from graphzero.passes.experts.row_exchange import RowExchange
-from graphzero.passes.experts.sorted_rows import RowKind, RowOp, SortedRows
 from graphzero.passes.place.expand import DefinitionWriter
+from graphzero.plugins.experts.region_writer import RegionWriter
+from graphzero.plugins.experts.row_exchange import RowExchange
+from graphzero.plugins.experts.sorted_rows import RowKind, RowOp, SortedRows
 from graphzero.sbp.types import B, Nd, P, S
 
 aten = torch.ops.aten

@@ -21,8 +21,8 @@ from graphzero.ir import calls, value
 from graphzero.ir.aliases import is_plain_view
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, GROUPED_MM, PIN
-from graphzero.passes.experts.region_writer import words_of
 from graphzero.passes.place.expand import DefinitionWriter
+from graphzero.plugins.experts.region_writer import words_of
 from graphzero.sbp.types import B, P, S, Sbp
 
 aten = torch.ops.aten

@@ -24,7 +24,7 @@ from torch import fx
 from graphzero.ir import calls, value
 from graphzero.ir.aliases import is_copy, is_name
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, GROUPED_MM, STOCHASTIC_ROUND, UNIFORM_LIKE
-from graphzero.passes.experts.routing_ops import (
+from graphzero.plugins.experts.routing_ops import (
     COUNTED,
     FILLS,
     LIKE,

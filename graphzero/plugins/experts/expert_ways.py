@@ -21,9 +21,9 @@ from torch import fx
 
 from graphzero.ir import ops, value
 from graphzero.ops import AS_LOCAL, GROUPED_MM
-from graphzero.passes.experts.sorted_rows import RowOp, SortedRows
-from graphzero.passes.experts.split_experts import may_be_used_in_place
 from graphzero.passes.place.forward_sweep import AxisPropagation
+from graphzero.plugins.experts.sorted_rows import RowOp, SortedRows
+from graphzero.plugins.experts.split_experts import may_be_used_in_place
 from graphzero.sbp.link_costs import Link
 from graphzero.sbp.placement import MICRO_BATCHES
 from graphzero.sbp.types import S

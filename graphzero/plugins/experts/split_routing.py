@@ -15,13 +15,13 @@ from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import GROUPED_MM
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.experts.exchange_writer import ExchangeWriter
-from graphzero.passes.experts.expert_ways import AUTO_WAY, CAPACITY, SUMS, WAYS, ExpertChoice, ExpertWays
-from graphzero.passes.experts.region_writer import RegionWriter
-from graphzero.passes.experts.room_check import check_room
-from graphzero.passes.experts.routing_ops import SORTS
-from graphzero.passes.experts.sorted_rows import SortedRows
 from graphzero.passes.place.forward_sweep import AxisPropagation, swept
+from graphzero.plugins.experts.exchange_writer import ExchangeWriter
+from graphzero.plugins.experts.expert_ways import AUTO_WAY, CAPACITY, SUMS, WAYS, ExpertChoice, ExpertWays
+from graphzero.plugins.experts.region_writer import RegionWriter
+from graphzero.plugins.experts.room_check import ROOM_FOR_ROWS, check_room
+from graphzero.plugins.experts.routing_ops import SORTS
+from graphzero.plugins.experts.sorted_rows import SortedRows
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.types import S
 
@@ -40,6 +40,7 @@ class SplitRouting(BuiltinPass):
         given.  See ``ExpertWays``.
     expert_capacity: of an exchange, for how many rows of one rank another has room, over an even share of them.
     links: what communication costs on each axis, () for bytes.
+    cuda_graph: whether no check can stop the step: an exchange then has room for all rows.
 
     Requires: pins on inputs and uses.
     Ensures: sorts of rows that data axes split are per-rank code on these axes, if their order is undone again.
@@ -87,6 +88,7 @@ class SplitRouting(BuiltinPass):
     split_experts: str = AUTO_WAY
     expert_capacity: float = CAPACITY
     links: Links = field(default=(), repr=False)
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         if self.split_experts not in (AUTO_WAY, *WAYS):
@@ -135,14 +137,16 @@ class SplitRouting(BuiltinPass):
             if len(axes) == len(data_axes):
                 local.update(rows.ops)
         if excesses:
-            check_room(graph, excesses)
+            check_room(graph, excesses, "room_for_rows", ROOM_FOR_ROWS.message)
         if self.split_experts == "exchange" and all(choice.way != "exchange" for choice in choices):
             _warn_of_none(graph)
         return choices
 
     def _ways(self, axes: Sequence[AxisPropagation], rows: SortedRows) -> list[ExpertWays]:
         """The ways of a mixture on each axis that splits its weights."""
-        ways = (ExpertWays(axis, rows, self.expert_capacity, axis is axes[-1]) for axis in axes)
+        ranks = prod(axes[0].graph.placement.hierarchy) if axes else 1
+        capacity = float(ranks) if self.cuda_graph else self.expert_capacity
+        ways = (ExpertWays(axis, rows, capacity, axis is axes[-1]) for axis in axes)
         return [one for one in ways if one.is_there]
 
     def _exchange(self, splitting: Sequence[ExpertWays]) -> ExpertWays | None:

@@ -13,8 +13,8 @@ from graphzero.ir import calls, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, FREE
-from graphzero.passes.experts.sorted_rows import Fact, RowOp, SortedRows
 from graphzero.passes.place.expand import DefinitionWriter
+from graphzero.plugins.experts.sorted_rows import Fact, RowOp, SortedRows
 from graphzero.sbp import rank_call
 from graphzero.sbp.types import Nd, S, Sbp
 
