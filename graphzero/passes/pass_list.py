@@ -108,7 +108,8 @@ class PassEntry:
     kind: a dataclass that is called with a graph; its name in snake case is the pass's.
     level: of the graphs that it runs on.  when: the options with which it is there.  group: what it and the passes
     next to it also go by, one of ``GROUPS``.
-    after: of a plug-in's pass, the name of the pass that it follows; in a group that has passes, it is the last one.
+    after: of a plug-in's pass, the name of the pass that it follows; where that is not in its group, and others are, it
+    is the last one of the group.
     adds_up: whether it computes the batch in parts, over which sums over the batch are added up.
     """
 
@@ -195,8 +196,9 @@ def _insert_entry(entries: list[PassEntry], plugin: Extension) -> bool:
     if not followed or not entry.after:
         return False
     grouped = [i for i, other in enumerate(entries) if entry.group and other.group == entry.group]
-    at = (grouped or followed)[-1] + 1
-    while not grouped and at < len(entries) and entries[at].after == entry.after and not entries[at].group:
+    at = (followed if not grouped or followed[-1] in grouped else grouped)[-1] + 1
+    group = entry.group if grouped else ""
+    while at < len(entries) and entries[at].after == entry.after and entries[at].group == group:
         at += 1
     level = level_after(entries, at - 1)
     if entry.level != level:

@@ -63,6 +63,7 @@ too_early = PassEntry(Noop, "local", after="zero")
 behind_propagate = PassEntry(Noop, "propagated", after="propagate")
 behind_localize = PassEntry(Further, "local", after="localize")
 in_fuse = PassEntry(Noop, "local", group="fuse", after="localize")
+in_fuse_early = PassEntry(Further, "local", group="fuse", after="fuse_cross_entropy")
 in_no_group = PassEntry(Noop, "local", group="fused", after="localize")
 setting = PluginSetting(0, Check(lambda x: isinstance(x, int), "give an int"))
 by_method = dataclasses.replace(setting, method=set_depth)
@@ -196,6 +197,12 @@ def test_a_pass_of_a_group_is_its_last_and_others_stay_outside(site: Site) -> No
     assert own.index(next(one for one in own if gz.passes.pass_name(one) == "noop")) + 1 == next(
         i for i, one in enumerate(own) if not dataclasses.is_dataclass(one)
     )
+
+
+def test_a_pass_of_a_group_follows_the_one_that_it_names_there(site: Site) -> None:
+    site("passes", "further", "MODULE:in_fuse_early")
+    names = pass_names()
+    assert names[names.index("fuse_cross_entropy") + 1] == "further"
 
 
 def test_two_distributions_that_declare_one_name_are_refused(site: Site) -> None:
