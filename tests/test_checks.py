@@ -442,6 +442,25 @@ def test_a_number_of_a_tensor_computes_as_pythons_number_does(name):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("function", "refused", "computed"),
+    [
+        (lambda n: n**0.5, -2.0, [0.0, 4.0, float("inf")]),
+        (lambda n: 10.0**n, 400.0, [-400.0, float("inf"), -float("inf")]),
+        (lambda n: n**-1, 0, [-2, 4]),
+        (lambda n: 1 / n, 0.0, [-2.0, float("inf")]),
+        (lambda n: 5.0 % n, 0, [3]),
+    ],
+)
+def test_a_step_raises_where_arithmetic_on_pythons_numbers_does(function, refused, computed):
+    graph = Scaled(lambda x: x * function(x.max().item()))
+    for number in computed:
+        expected = torch.full((2,), number) * function(number)
+        torch.testing.assert_close(graph(torch.full((2,), number)), expected, equal_nan=True)
+    with pytest.raises(gz.CheckError, match="ArithmeticError: a power|ZeroDivisionError: division by zero"):
+        graph(torch.full((2,), refused))
+
+
 def test_a_number_carries_no_gradient():
     def scaled(self, x, loss):
         loss *= 1.0 + 0.0 * loss.item()

@@ -28,6 +28,8 @@ class ValueReadHandler(Protocol):
 
     def problem(self, what: str, x: Tensor) -> Exception: ...
 
+    def check_number(self, ok: Tensor, message: str) -> None: ...
+
 
 class HostNumber(TracedNumber):
     """Result of ``.item()`` while build is traced.
@@ -98,10 +100,23 @@ class HostNumber(TracedNumber):
         if not isinstance(other, (HostNumber, *_PLAIN)):
             return NotImplemented
         mine, its = _alike(_arithmetic(self), _arithmetic(other))
-        result = function(its, mine) if turned else function(mine, its)
+        left, right = (its, mine) if turned else (mine, its)
+        result = function(left, right)
         if not isinstance(result, Tensor):
             return NotImplemented
+        if function is _power:
+            self._check_power(left, right, result)
+        elif function in _DIVISIONS and (isinstance(right, (Tensor, torch.SymFloat)) or right == 0):
+            self.value_reads.check_number(torch.zeros_like(mine) + right != 0, "ZeroDivisionError: division by zero")
         return HostNumber(result.double() if result.is_floating_point() else result, self.value_reads)
+
+    def _check_power(self, base: Any, exponent: Any, result: Tensor) -> None:
+        """Check that a power of finite floats is finite: elsewhere Python raises, or has a complex number."""
+        if result.is_floating_point():
+            zero = torch.zeros_like(result)
+            ok = ~torch.isfinite(zero + base) | ~torch.isfinite(zero + exponent) | torch.isfinite(result)
+            message = "ArithmeticError: a power that Python has no float for: of 0, of a negative number, or too large"
+            self.value_reads.check_number(ok, message)
 
     def __round__(self, digits: int | None = None) -> HostNumber:
         rounded = torch.round(_arithmetic(self), decimals=digits or 0)
@@ -141,6 +156,9 @@ def _power(a: Any, b: Any) -> Any:
     if isinstance(b, int) and b < 0:
         a = a.double()
     return NotImplemented if isinstance(b, Tensor) and not b.is_floating_point() else a**b
+
+
+_DIVISIONS = (_divided, operator.floordiv, operator.mod)
 
 
 def _operator(name: str, turned: bool) -> Callable[[HostNumber, Any], Any]:
