@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from graphzero.capture.problems import check_modules
 from graphzero.checkpoint.expected_sbp import ExpectedSbp, ExpectedStates
 from graphzero.checkpoint.files import folder
 from graphzero.checkpoint.files.async_save import Saved
@@ -25,6 +26,7 @@ from graphzero.checkpoint.state_dict.validate import (
 )
 from graphzero.errors import ConfigError
 from graphzero.logs import event
+from graphzero.runtime.state.modules import walk
 from graphzero.runtime.world.consensus import FULL, LOAD, SAVE, Topic
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.sbp.types import Nd
@@ -55,6 +57,7 @@ class Checkpointer:
     def outline(self) -> dict[str, Any]:
         """The state dict with live tensors."""
         state, last = self.source.state(), self._selector.last
+        check_modules(walk(state.modules))
         reason = state.partial_update_reason()
         if reason:
             warnings.warn(reason, stacklevel=5)
@@ -79,6 +82,7 @@ class Checkpointer:
     def load_state_dict(self, sd: Any, strict: bool) -> None:
         source, program = self.source, self._selector.last
         state, schedulers = source.state(), source.schedulers
+        check_modules(walk(state.modules))
         sd = move_into_modules(sd, state.modules)
         source.forget_epochs()
 

@@ -30,8 +30,14 @@ def test_a_model_that_fsdp2_splits_is_to_be_given_before_that():
         for graph in (gz.Graph(), gz.Graph(ONE)):
             graph.model = nn.Sequential(model)
             graph.build = graph.model
-            with pytest.raises(gz.CaptureError, match=r"model\.0 is split by fully_shard"):
-                graph(BATCH[0])
+            for take in (
+                lambda graph: graph(BATCH[0]),
+                lambda graph: graph.state_dict(),
+                lambda graph: graph.full_state_dict(),
+                lambda graph: graph.load_state_dict({}),
+            ):
+                with pytest.raises(gz.CaptureError, match=r"model\.0 is split by fully_shard"):
+                    take(graph)
 
 
 def test_a_graph_within_torch_compile_says_that_it_compiles_itself():
