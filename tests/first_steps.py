@@ -1,7 +1,7 @@
 """Steps taken in the process that tests fork ranks from: each rank would spend a third of a second on what a first step
 makes, such as tables of ops.
 
-Where there are GPUs, a process that has run a backward cannot be forked, and this is not loaded.
+A build of torch for CUDA cannot be forked after a backward on fakes, and there this is not loaded.
 """
 
 from __future__ import annotations

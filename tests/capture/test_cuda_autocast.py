@@ -106,6 +106,7 @@ def test_an_op_computes_in_the_dtype_that_it_has_on_cuda(name):
 def test_every_op_that_torch_has_on_its_lists_is_on_one_of_ours():
     ours = [lists.LOWER, lists.FLOAT32, lists.FLOAT32_RESULT, lists.WIDEST, lists.REFUSED]
     names = {name.partition(".")[0] for name in _compat.ops_with_autocast("AutocastCUDA")}
+    names.discard("_cudnn_rnn")  # only builds for CUDA have it, and fakes, which are on the CPU, never call it
     assert names - set().union(*ours) == set() and sum(map(len, ours)) == len(set().union(*ours))
 
 

@@ -78,11 +78,8 @@ def test_every_op_computes_the_same_of_operands_that_are_not_dense() -> None:
 
 # ---- results that are written into given memory
 
-UNSAMPLED = {
-    "nonzero",
-    "masked_select",
-    "linalg_cross",
-}  # of sizes that are data; and one that capture writes as others
+UNSAMPLED = {"nonzero", "masked_select", "linalg_cross"}  # of sizes that are data; one that capture writes as others
+LATEST = {"_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa_backward"}  # that torch has from 2.13 on
 ROUNDING = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.bfloat16: 3e-2}
 COARSE = 1e-4  # of other dtypes
 
@@ -180,4 +177,5 @@ def test_every_op_that_is_told_where_to_write_writes_the_same_there_and_nothing_
             wrong |= {f"{op_name(op)}: {text}" for text in said if text}
     assert not wrong, "\n".join(sorted(wrong))
     told = kernel_forms.ANY_STRIDES | kernel_forms.ROWS_ONLY | kernel_forms.OVER_FIRST
-    assert tried >= told - UNSAMPLED if dtype == torch.float64 else len(tried) > 200
+    absent = {name for name in LATEST if not hasattr(torch.ops.aten, name)}
+    assert tried >= told - UNSAMPLED - absent if dtype == torch.float64 else len(tried) > 200
