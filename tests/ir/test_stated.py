@@ -106,9 +106,12 @@ def test_an_op_of_a_pass_has_the_form_that_the_pass_gives_it(line: str) -> None:
         parse(HEAD.format("lowered", line))
 
 
-def test_only_late_passes_write() -> None:
+def test_only_late_passes_write_and_move() -> None:
     assert "writes at level captured" in refused("y = assign(w, w) : f32[4, 4]  B")
     assert "is told where to write at level boxed" in refused("y = relu(x, out=x) : f32[8, 4]  S(0)", "boxed")
+    assert "'y' is a move at level captured; `lower_boxing` chooses the moves: add it after that" in refused(
+        "y = all_reduce(x, 'dp', 'sum') : f32[8, 4]"
+    )
 
 
 def test_inputs_have_the_type_of_their_role() -> None:

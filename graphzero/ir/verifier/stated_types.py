@@ -35,6 +35,7 @@ _CONSTANTS = {
     fx.Node, type(None), bool, int, float, complex, str,
     torch.dtype, torch.device, torch.layout, torch.memory_format, LocalSize, LocalStart,
 }  # fmt: skip
+_MOVES = frozenset({*ops.MOVES, *ops.COMMUNICATING} - {ops.relabel})
 
 
 def check_stated(graph: StepGraph, nodes: Iterable[fx.Node], where: str) -> None:
@@ -141,6 +142,10 @@ def _check_call(graph: StepGraph, node: fx.Node) -> None:
         need(not many or target in (operator.getitem, ops.wait), f"reads '{operand.name}', which has several results")
     if why := known_ops.why_unfit(target, needs_rule=graph.stated):
         raise Unfit(f"calls {op_name(target)}, which {why}")
+    need(target not in _MOVES or graph.level in ("lowered", "local"), (
+        f"is a move at level {graph.level}; `lower_boxing` chooses the moves: add it after that, or name the SBP, "
+        "graph.pin(name, axis, sbp), before `propagate`"
+    ))  # fmt: skip
     type_ = _result_type(graph, node)
     need(type_ == value.type_of(node), f"is said to be {_text(value.type_of(node))}, but is {_text(type_)}")
     nd = value.sbp_of(node)
