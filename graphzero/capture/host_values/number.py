@@ -28,7 +28,7 @@ class ValueReadHandler(Protocol):
 
     def problem(self, what: str, x: Tensor) -> Exception: ...
 
-    def check_number(self, ok: Tensor, message: str) -> None: ...
+    def check_number(self, ok: Callable[[], Tensor], message: str) -> None: ...
 
 
 class HostNumber(TracedNumber):
@@ -101,22 +101,38 @@ class HostNumber(TracedNumber):
             return NotImplemented
         mine, its = _alike(_arithmetic(self), _arithmetic(other))
         left, right = (its, mine) if turned else (mine, its)
+        if function in _DIVISIONS and (isinstance(right, (Tensor, torch.SymFloat)) or right == 0):
+            message = "ZeroDivisionError: division by zero"
+            self.value_reads.check_number(lambda: torch.zeros_like(mine) + right != 0, message)
         result = function(left, right)
         if not isinstance(result, Tensor):
+            if function is _power:
+                self._refuse("a power of integers whose exponent is a tensor's number")
             return NotImplemented
-        if function is _power:
+        if function in _MAY_OVERFLOW and not result.is_floating_point():
+            self.value_reads.check_number(
+                lambda: function(mine.double(), float(its) if isinstance(its, int) else its.double()).abs() < INT64,
+                "OverflowError: an integer beyond 64 bits, which Python has and a tensor has not",
+            )
+        elif function is _power:
             self._check_power(left, right, result)
-        elif function in _DIVISIONS and (isinstance(right, (Tensor, torch.SymFloat)) or right == 0):
-            self.value_reads.check_number(torch.zeros_like(mine) + right != 0, "ZeroDivisionError: division by zero")
         return HostNumber(result.double() if result.is_floating_point() else result, self.value_reads)
 
     def _check_power(self, base: Any, exponent: Any, result: Tensor) -> None:
         """Check that a power of finite floats is finite: elsewhere Python raises, or has a complex number."""
-        if result.is_floating_point():
+
+        def is_there() -> Tensor:
             zero = torch.zeros_like(result)
-            ok = ~torch.isfinite(zero + base) | ~torch.isfinite(zero + exponent) | torch.isfinite(result)
-            message = "ArithmeticError: a power that Python has no float for: of 0, of a negative number, or too large"
-            self.value_reads.check_number(ok, message)
+            return ~torch.isfinite(zero + base) | ~torch.isfinite(zero + exponent) | torch.isfinite(result)
+
+        message = "ArithmeticError: a power that Python has no float for: of 0, of a negative number, or too large"
+        self.value_reads.check_number(is_there, message)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
 
     def __round__(self, digits: int | None = None) -> HostNumber:
         rounded = torch.round(_arithmetic(self), decimals=digits or 0)
@@ -159,6 +175,8 @@ def _power(a: Any, b: Any) -> Any:
 
 
 _DIVISIONS = (_divided, operator.floordiv, operator.mod)
+_MAY_OVERFLOW = (operator.add, operator.sub, operator.mul, _power)
+INT64 = 9.22e18  # what is below fits, also where the float64 that says so is rounded
 
 
 def _operator(name: str, turned: bool) -> Callable[[HostNumber, Any], Any]:

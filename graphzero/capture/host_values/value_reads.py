@@ -228,9 +228,9 @@ class ValueReads:
             with torch.no_grad():
                 self.checks.append(CHECK(condition_of_all_ranks(ok.detach().reshape(()).bool()), message or "a check"))
 
-    def check_number(self, ok: Tensor, message: str) -> None:
+    def check_number(self, ok: Callable[[], Tensor], message: str) -> None:
         """The step raises when it runs, where Python's arithmetic on numbers of tensors would: ``ok`` is 0 there."""
-        self.check(ok, message)
+        self.check(ok(), message)
 
     @_compat.contextmanager
     def watching(self) -> Iterator[None]:

@@ -98,7 +98,7 @@ class BranchOutcomes(TorchFunctionMode):
         alike = sum(key[:2] == (message, line) for key in self.checks)
         self.checks[message, line, alike] = ok.reshape(())
 
-    def check_number(self, ok: Tensor, message: str) -> None:
+    def check_number(self, ok: Callable[[], Tensor], message: str) -> None:
         """An optimizer's step goes on with inf or nan where Python's arithmetic would raise."""
 
     def text(self, x: Any) -> str:
