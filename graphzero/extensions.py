@@ -29,7 +29,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from graphzero.errors import ConfigError
+from graphzero import _compat
+from graphzero.errors import ConfigError, GraphZeroError
 
 COMMANDS, PASSES, SETTINGS, INPUTS, CONFIGS, STAGES, PLANS, CHECKS, EXECUTORS = POINTS = (
     "graphzero.commands", "graphzero.passes", "graphzero.settings", "graphzero.inputs", "graphzero.configs",
@@ -52,6 +53,18 @@ class Extension:
     def load(self) -> Any:
         """Import the plug-in, once.  Raises ConfigError, with the distribution, where that fails."""
         return _load(self)
+
+    @_compat.contextmanager
+    def name_errors(self) -> Iterator[None]:
+        """Within, the plug-in of another distribution runs: what it raises names it, unless it is graphzero's error."""
+        try:
+            yield
+        except GraphZeroError:
+            raise
+        except Exception as error:
+            if self.distribution == DISTRIBUTION:
+                raise
+            raise self.refusal(f"stopped: {type(error).__name__}: {error}") from error
 
     def refusal(self, problem: str) -> ConfigError:
         """The error for a plug-in that cannot be used."""

@@ -46,6 +46,8 @@ from graphzero.step.program_selector import PreparedCall, ProgramSelector
 from graphzero.step.step_runner import StepRunner
 from graphzero.step.user_graph import UserGraph
 
+MOST_TIMES = 100  # that one step is given more room: by doubling it, more than any has
+
 
 class Graph:
     """A training or evaluation step, compiled as one program for all ranks of a placement.
@@ -155,13 +157,15 @@ class Graph:
         Raises ConfigError, CaptureError or SbpError on every rank before the step is taken, and says what differs or
         where the step cannot be captured.
         """
+        times = 0
         while True:
             try:
                 return self._take_step(args, kwargs)
             except CapacityError as error:  # on all ranks, and nothing has changed: the same step again
                 if self._steps.is_watched:  # by what would take both for one step
                     raise
-                self.give_more_room(error)
+                times += 1
+                self.give_more_room(error, times)
 
     def _take_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_apart("called")
@@ -204,13 +208,20 @@ class Graph:
             selection = self._selection
             yield selection.recall(args, kwargs) if alone else selection.prepare(args, kwargs, False, verifies)
 
-    def give_more_room(self, error: CapacityError) -> None:
+    def give_more_room(self, error: CapacityError, times: int) -> None:
         """For the rest of graphzero: give what is compiled from now on the room that a step lacked.
 
-        Raises ``error`` if no setting changes by that: the step would stop again.
+        times: that the step has lacked it.  Every rank calls it.
+        Raises ``error`` if no setting changes by that: the step would stop again; and ConfigError for a plug-in by
+        whose room a step does not end.
         """
-        before = self.config.settings
-        room_checks()[error.check].give_more(self)
+        before, (plugin, check) = self.config.settings, room_checks()[error.check]
+        if times > MOST_TIMES:
+            raise plugin.refusal(
+                f"has given a step more room {MOST_TIMES} times, and it still lacks it: {check.message}"
+            )
+        with self._source.ranks.together(f"more room of {self.name}"), plugin.name_errors():
+            check.give_more(self)
         if self.config.settings == before:
             raise error
 

@@ -13,7 +13,7 @@ from typing import Any
 from graphzero.config.plugin_settings import plugin_methods, plugin_settings
 from graphzero.config.setting import Setting, settings_of
 from graphzero.config.settings import Settings
-from graphzero.errors import ConfigError
+from graphzero.errors import ConfigError, shorten_repr
 from graphzero.extensions import CONFIGS, SETTINGS, Extension, extensions
 
 _VERB = re.compile("^(set|enable|add)_")
@@ -76,6 +76,10 @@ def _method(names: Sequence[str], values_of: Callable[..., Any]) -> Callable[...
     @functools.wraps(values_of)
     def set_values(config: Any, *args: Any, **kwargs: Any) -> None:
         values = values_of(config, *args, **kwargs)
+        if len(names) > 1 and not (isinstance(values, dict) and values.keys() == {*names}):
+            raise extensions(SETTINGS)[names[0]].refusal(
+                f"has config.{values_of.__name__} give {shorten_repr(values)}, which is no dict of {', '.join(names)}"
+            )
         config._set_plugins(values if len(names) > 1 else {names[0]: values})
 
     own, *others = inspect.signature(values_of).parameters.values()

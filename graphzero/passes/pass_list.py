@@ -7,11 +7,12 @@ search for options is in ``graphzero.plan``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from graphzero.extensions import PASSES, Extension, extensions
+from graphzero.extensions import PASSES, SETTINGS, Extension, extensions
 from graphzero.ir.value import Role
 from graphzero.passes.base import Group, Pass, pass_name, snake_case
 from graphzero.passes.boxing.insert_boxing import InsertBoxing
@@ -98,7 +99,7 @@ class Options:
     @property
     def adds_up(self) -> bool:
         """Whether what is a sum over the batch is added up part by part."""
-        return any(entry.adds_up and entry.when(self) for entry in pass_entries())
+        return any(entry.adds_up and entry.is_there(self) for entry in pass_entries())
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,11 @@ class PassEntry:
         """The pass's."""
         return snake_case(self.kind.__name__)
 
+    def is_there(self, options: Options) -> bool:
+        """Whether the pass is in the list, by ``when``."""
+        with self._named_errors():
+            return bool(self.when(options))
+
     def create_pass(self, options: Options) -> Pass:
         """The pass with those of the options, and of the values of plug-ins' settings, that it has a field for.
 
@@ -132,9 +138,18 @@ class PassEntry:
         """
         values = {one.name: getattr(options, one.name) for one in fields(options)} | dict(options.plugins)
         own: Any = self.kind
-        names = {one.name: one.metadata.get("setting", one.name) for one in fields(own)}
-        pass_: Pass = own(**{field: values[name] for field, name in names.items() if name in values})
+        with self._named_errors():
+            pass_: Pass = own(**{field: values[name] for field, name in _settings(own).items() if name in values})
         return pass_
+
+    def _named_errors(self) -> AbstractContextManager[None]:
+        plugin = extensions(PASSES).get(self.name)
+        return nullcontext() if plugin is None else plugin.name_errors()
+
+
+def _settings(kind: Any) -> dict[str, str]:
+    """Field of a pass -> the name of the option, or of the setting, whose value it is given."""
+    return {one.name: one.metadata.get("setting", one.name) for one in fields(kind)}
 
 
 BUILT_IN: tuple[PassEntry, ...] = (
@@ -190,6 +205,9 @@ def _insert_entry(entries: list[PassEntry], plugin: Extension) -> bool:
         raise plugin.refusal("is not a pass: give a graphzero.passes.PassEntry of a dataclass")
     if entry.name != plugin.name or any(entry.name in (other.name, other.group) for other in entries):
         raise plugin.refusal(f"has a pass called {entry.name!r}: that is the name of another pass, or not its own")
+    known = {*extensions(SETTINGS), *(one.name for one in fields(Options))}
+    if unknown := {setting for field, setting in _settings(entry.kind).items() if setting != field} - known:
+        raise plugin.refusal(f"has a field of the setting {min(unknown)!r}, which no plug-in has")
     if entry.group and entry.group not in GROUPS:
         raise plugin.refusal(f"has a pass in the group {entry.group!r}; groups are {', '.join(GROUPS)}")
     followed = [i for i, other in enumerate(entries) if entry.after in (other.name, other.group)]
@@ -252,7 +270,9 @@ GROUPS: Mapping[str, type[Group]] = {"fuse": Fuse, "schedule": Schedule}
 
 
 def _group(name: str, options: Options) -> tuple[Pass, ...]:
-    return tuple(entry.create_pass(options) for entry in pass_entries() if entry.group == name and entry.when(options))
+    return tuple(
+        entry.create_pass(options) for entry in pass_entries() if entry.group == name and entry.is_there(options)
+    )
 
 
 def default_passes(
@@ -268,7 +288,7 @@ def default_passes(
     options, left, passes = options or Options(), list(own), list[Pass]()
     last = {entry.group: entry for entry in pass_entries() if entry.group}
     for entry in pass_entries()[slice(_first(since) if since else None, _first(until) if until else None)]:
-        passes += [entry.create_pass(options)] if entry.when(options) else []
+        passes += [entry.create_pass(options)] if entry.is_there(options) else []
         passes += _after(entry.name, left)
         passes += _after(entry.group, left) if last.get(entry.group) is entry else ()
     return passes

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from weakref import ref
 
-from graphzero.extensions import PLANS, extensions
+from graphzero.errors import shorten_repr
+from graphzero.extensions import PLANS, Extension, extensions
+from graphzero.ir.graph import StepGraph
 from graphzero.passes import Options
 from graphzero.plan.budget import Budget
 from graphzero.plan.variants import Candidate, Variants
@@ -36,7 +39,7 @@ class PlanExtension:
 
 
 @cache
-def plan_extensions() -> tuple[PlanExtension, ...]:
+def plan_extensions() -> Mapping[Extension, PlanExtension]:
     """The extensions of installed plug-ins in the order in which they are asked, those of graphzero first.
 
     Raises ConfigError for a plug-in that is none.
@@ -44,4 +47,48 @@ def plan_extensions() -> tuple[PlanExtension, ...]:
     for plugin in extensions(PLANS).values():
         if not isinstance(plugin.load(), PlanExtension):
             raise plugin.refusal("is not an extension of plans: give an object of a graphzero.plan.PlanExtension")
-    return tuple(plugin.load() for plugin in extensions(PLANS).values())
+    return {plugin: plugin.load() for plugin in extensions(PLANS).values()}
+
+
+def fitting_program(
+    variants: Variants, options: Options, budget: Budget, program: Candidate, best: Callable[[Options], Candidate]
+) -> tuple[Options, Candidate, list[str]]:
+    """The options, program and words that plug-ins give a step, each asked where it does not fit yet.
+
+    Raises ConfigError for a plug-in whose program is not that of its options.
+    """
+    words = list[str]()
+    for plugin, extension in plan_extensions().items():
+        if program.peak <= budget.nbytes:
+            break
+        programs = [(options, ref(program.graph))]
+
+        def make_program(options: Options, programs: list[tuple[Options, ref[StepGraph]]] = programs) -> Candidate:
+            candidate = best(options)
+            programs.append((options, ref(candidate.graph)))
+            return candidate
+
+        with plugin.name_errors():
+            options, program, added = extension.find_fitting(variants, options, budget, program, make_program)
+            if all(one != options or graph() is not program.graph for one, graph in programs):
+                raise plugin.refusal("gave a program that best(options) has not made of the options that it gave")
+            words += _checked_words(added)
+    return options, program, words
+
+
+def described_program(variants: Variants, options: Options, program: Candidate) -> Candidate:
+    """The program with the words of plug-ins.  Raises ConfigError for a plug-in that describes another program."""
+    for plugin, extension in plan_extensions().items():
+        with plugin.name_errors():
+            described = extension.describe_program(variants, options, program)
+            if described.graph is not program.graph:
+                raise plugin.refusal("was to describe a program, and gave another one")
+            _checked_words(described.plan.decisions)
+        program = described
+    return program
+
+
+def _checked_words(words: Sequence[str]) -> Sequence[str]:
+    if isinstance(words, str) or not all(isinstance(one, str) for one in words):
+        raise TypeError(f"words for a plan are a list of texts, not {shorten_repr(words)}")
+    return words

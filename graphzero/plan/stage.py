@@ -15,7 +15,7 @@ from graphzero.plan.gradient_order import in_best_order
 from graphzero.plan.memory.memory_fit import MemoryFit, activations_error
 from graphzero.plan.offload.offload_fit import describe_offload, with_activations_on_host
 from graphzero.plan.plan import mega
-from graphzero.plan.plan_extension import plan_extensions
+from graphzero.plan.plan_extension import described_program, fitting_program
 from graphzero.plan.variants import Candidate, Variants
 
 # Stages 1 and 2 send the same, and 2 waits for gradients while backward runs; 3 gathers parameters twice, and those too
@@ -79,12 +79,10 @@ def first_fitting(
         if budget is None or tried[-1].peak <= budget.nbytes:
             break
     taken = replace(options, stage=tried[-1].plan.stage)
-    for extension in plan_extensions():
-        if budget is not None and tried[-1].peak > budget.nbytes:
-            taken, tried[-1], words = extension.find_fitting(variants, taken, budget, tried[-1], at_stage)
-            lines += words
-    if budget is not None and tried[-1].peak > budget.nbytes:
-        tried[-1] = min(tried[-1], at_stage(taken, True), key=lambda one: one.peak)
+    if budget is not None:
+        taken, tried[-1], lines = fitting_program(variants, taken, budget, tried[-1], at_stage)
+        if tried[-1].peak > budget.nbytes:
+            tried[-1] = min(tried[-1], at_stage(taken, True), key=lambda one: one.peak)
     chosen = tried[-1]
     if budget is not None and chosen.peak > budget.nbytes:
         raise does_not_fit(budget, tried, options)
@@ -95,9 +93,7 @@ def first_fitting(
         )
     if options.optimizer_in_backward and chosen.graph.gradients():
         chosen = chosen.decided(after=describe_early(chosen.graph))
-    for extension in plan_extensions():
-        chosen = extension.describe_program(variants, taken, chosen)
-    return chosen.decided(*lines)
+    return described_program(variants, taken, chosen).decided(*lines)
 
 
 def _at_stage(

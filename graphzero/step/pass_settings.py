@@ -16,7 +16,7 @@ from graphzero.passes import Options
 from graphzero.plan import STAGES, Budget, Candidate, choose
 from graphzero.plan.pipelines.pipeline import PipelinePrograms, with_seconds
 from graphzero.plan.pipelines.pipeline_fit import choose_pipeline
-from graphzero.plan.pipelines.stage_chooser import StageRequest, stage_chooser
+from graphzero.plan.pipelines.stage_chooser import StageRequest, chosen_stages
 from graphzero.plan.seconds import plain
 from graphzero.sbp.placement import MICRO_BATCHES, Placement
 from graphzero.sbp.types import B, Nd, S
@@ -51,8 +51,8 @@ def program_of(
             device = settings.auto_stages.device or device
             request = _stage_request(settings, whole.pipeline_members, planned_modules, budget)
             cut_options = replace(options, stage=stages[-1])  # which holds least
-            chooser = stage_chooser(settings.auto_stages.chooser)
-            marks, decision = chooser(graph, cut_options, settings.user_passes, request)
+            name, own = settings.auto_stages.chooser, settings.user_passes
+            marks, decision = chosen_stages(name, graph, cut_options, own, request)
             options, decisions = replace(options, pipeline_stages=marks), [decision]
         programs = PipelinePrograms(graph, options, settings.user_passes, settings.pipeline, whole, verifies)
         offload = settings.offload.activations

@@ -359,3 +359,166 @@ def test_a_step_whose_plug_in_gives_no_more_room_stops(site: Site) -> None:
     for call in (graph, lambda x: gz.check(graph, x)):
         with pytest.raises(gz.errors.CapacityError, match="the maximum is above 0; calls of a Graph do so"):
             call(torch.ones(2, 2))
+
+
+BAD = (
+    TEXT
+    + """
+from graphzero.plan import PlanExtension
+
+class Raises(PlanExtension):
+    def find_fitting(self, variants, options, budget, program, best):
+        raise KeyError("size")
+
+class SaysNothing(PlanExtension):
+    def find_fitting(self, variants, options, budget, program, best):
+        return None
+
+class SaysText(PlanExtension):
+    def find_fitting(self, variants, options, budget, program, best):
+        return options, program, "text"
+
+class Differs(PlanExtension):
+    def find_fitting(self, variants, options, budget, program, best):
+        return options, best(dataclasses.replace(options, bucket_bytes=1)), ()
+
+class DescribesAnother(PlanExtension):
+    def describe_program(self, variants, options, program):
+        return dataclasses.replace(program, graph=program.graph.clone())
+
+raises, says_nothing, says_text, differs, other = Raises(), SaysNothing(), SaysText(), Differs(), DescribesAnother()
+
+def no_marks(graph, options, own, request):
+    return (), "none"
+
+def one_text(graph, options, own, request):
+    return "model.0@0", "one"
+
+def fails(graph, options, own, request):
+    raise IndexError("no unit")
+
+def changes_the_graph(graph, options, own, request):
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.addmm.default:
+            node.args = (node.args[0], *node.args[:0:-1])
+    return ("model.0@0", "model.1@1"), "halves"
+
+def deepen(config, depth):
+    return [depth] if depth < 0 else dict.fromkeys(("depth", "height")[:depth], 1) | {"width": 1}
+
+by_both = dataclasses.replace(setting, method=deepen)
+
+def is_there(options):
+    return options.adds_up
+
+asks_itself = PassEntry(Noop, "captured", is_there, after="zero", adds_up=True)
+
+@dataclasses.dataclass(frozen=True)
+class Misnamed(Noop):
+    limit: int = dataclasses.field(default=0, metadata={"setting": "limits"})
+
+of_no_setting = PassEntry(Misnamed, "captured", after="zero")
+
+def room_for_ever(graph):
+    graph.config.depth += 1
+
+endless = RoomCheck("a maximum of 0", "the maximum is above 0", room_for_ever)
+breaks = RoomCheck("a maximum of 0", "the maximum is above 0", lambda graph: graph.config.no_such())
+"""
+)
+REFUSED = r"plug-in '\w+' \(graphzero.{}: .*\) of the distribution others-plugin {}"
+
+
+def two_layers(names: tuple[str, ...] = ("dp",)) -> TrainGraph:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    return TrainGraph(model, mean_square, placement=gz.placement("cpu", range(2), names=names, virtual=True))
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("raises", "stopped: KeyError: 'size'"),
+        ("says_nothing", "stopped: TypeError: "),
+        ("says_text", "stopped: TypeError: words for a plan are a list of texts, not 'text'"),
+        ("differs", r"gave a program that best\(options\) has not made of the options that it gave"),
+        ("other", "was to describe a program, and gave another one"),
+    ],
+)
+def test_an_extension_of_plans_that_misbehaves_is_named(site: Site, target: str, problem: str) -> None:
+    site("plans", "buckets", f"MODULE:{target}", text=BAD)
+    graph = two_layers()
+    graph.config.set_memory_budget(1)
+    if target == "other":
+        graph.config.set_memory_budget(10**6)
+    with pytest.raises(gz.ConfigError, match=REFUSED.format("plans", problem)):
+        graph.compile(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("no_marks", r"chose \(\(\), 'none'\); give marks, "),
+        ("one_text", r"chose \('model.0@0', 'one'\); give marks, "),
+        ("fails", "stopped: IndexError: no unit"),
+    ],
+)
+def test_a_chooser_of_stages_that_misbehaves_is_named(site: Site, target: str, problem: str) -> None:
+    site("stages", "halves", f"MODULE:{target}", text=BAD)
+    graph = two_layers(("pp",))
+    graph.config.set_stage("halves")
+    with pytest.raises(gz.ConfigError, match=REFUSED.format("stages", problem)):
+        graph.compile(torch.ones(2, 2))
+
+
+def test_a_chooser_of_stages_that_changes_the_graph_changes_no_number(site: Site) -> None:
+    site("stages", "halves", "MODULE:changes_the_graph", text=BAD)
+    graph, plain = two_layers(("pp",)), two_layers()
+    graph.config.set_stage("halves")
+    for _ in range(2):
+        torch.testing.assert_close(graph(torch.ones(2, 2)), plain(torch.ones(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"), [("breaks", "stopped: AttributeError"), ("endless", "has given a step")]
+)
+def test_a_check_of_room_that_misbehaves_is_named(
+    site: Site, monkeypatch: pytest.MonkeyPatch, target: str, problem: str
+) -> None:
+    monkeypatch.setattr("graphzero.graph.MOST_TIMES", 2)
+    site("passes", "reserve", "MODULE:reserving", name="a-plugin", text=BAD)
+    site("settings", "depth", "MODULE:setting", name="b-plugin", text=BAD)
+    site("checks", "maximum", f"MODULE:{target}", text=BAD)
+    with pytest.raises(gz.ConfigError, match=REFUSED.format("checks", problem)):
+        two_layers()(torch.ones(2, 2))
+
+
+def test_a_pass_that_misbehaves_in_the_list_is_named(site: Site) -> None:
+    site("passes", "noop", "MODULE:asks_itself", text=BAD)
+    with pytest.raises(gz.ConfigError, match=REFUSED.format("passes", "stopped: RecursionError")):
+        two_layers().compile(torch.ones(2, 2))
+
+
+def test_a_field_of_a_setting_that_is_not_there_is_refused(site: Site) -> None:
+    site("passes", "misnamed", "MODULE:of_no_setting", text=BAD)
+    with pytest.raises(
+        gz.ConfigError, match=REFUSED.format("passes", "has a field of the setting 'limits', which no ")
+    ):
+        pass_names()
+
+
+def test_a_method_of_several_settings_that_does_not_set_them_is_refused(site: Site) -> None:
+    both = {"graphzero.settings": {"depth": "both:by_both", "width": "both:by_both"}}
+    site("settings", "height", "MODULE:setting", name="a-plugin", text=BAD)
+    folder = pathlib.Path(sys.path[0])
+    install(folder, "others-plugin", {"both": BAD}, both)
+    forget()
+    config = gz.GraphConfig(gz.placement("cpu", [0], virtual=True))
+    config.deepen(1)
+    assert config.description == "depth=1, width=1"
+    for depth in (-1, 0, 2):
+        with pytest.raises(
+            gz.ConfigError, match=REFUSED.format("settings", "has config.deepen give .* no dict of depth,")
+        ):
+            config.deepen(depth)
+    assert config.description == "depth=1, width=1"

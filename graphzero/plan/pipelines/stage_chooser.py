@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
+from graphzero.errors import shorten_repr
 from graphzero.extensions import STAGES, extensions
 from graphzero.ir.graph import StepGraph
 from graphzero.passes import Options, Pass
 from graphzero.plan.device import Device
+
+MARK = re.compile(r".+@\d+")
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,23 @@ class StageChooser(Protocol):
         ...
 
 
-def stage_chooser(name: str) -> StageChooser:
-    """The chooser of ``set_stage(name)``.  Raises ConfigError for one that cannot be called."""
+def chosen_stages(
+    name: str, graph: StepGraph, options: Options, own: Sequence[tuple[Pass, str]], request: StageRequest
+) -> tuple[tuple[str, ...], str]:
+    """The marks of ``set_stage(name)`` and the decision in words, by the ``StageChooser`` of that name.
+
+    It is given a copy of the graph.  Raises ConfigError for one that cannot be called, or gives no marks.
+    """
     plugin = extensions(STAGES)[name]
     chooser = plugin.load()
     if not callable(chooser):
         raise plugin.refusal("is not a chooser of stages: it cannot be called")
-    return cast("StageChooser", chooser)
+    with plugin.name_errors():
+        marks, decision = chosen = chooser(graph.clone(), options, own, request)
+        are_marks = marks and all(map(MARK.fullmatch, marks)) and {*options.pipeline_stages} <= {*marks}
+        if not are_marks or not isinstance(decision, str):
+            raise plugin.refusal(
+                f"chose {shorten_repr(chosen)}; give marks, ('model.0@0', 'model.1@1'), "
+                "those of options.pipeline_stages among them, and words on the decision"
+            )
+    return tuple(marks), decision

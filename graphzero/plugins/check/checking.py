@@ -60,11 +60,13 @@ def check(
     """
     if dtype not in (None, torch.float64):
         raise ConfigError(f"check(dtype={dtype}): float64 leaves no rounding; without dtype the program's own are used")
+    times = 0
     while True:
         try:
             return _compare(graph, args, kwargs, dtype, rtol)
         except CapacityError as error:  # as a call would
-            graph.give_more_room(error)
+            times += 1
+            graph.give_more_room(error, times)
 
 
 def _compare(

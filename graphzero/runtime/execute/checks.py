@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from graphzero import _compat
 from graphzero.errors import CapacityError, CheckError
-from graphzero.extensions import CHECKS, extensions
+from graphzero.extensions import CHECKS, Extension, extensions
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.printer import print_line
@@ -49,16 +49,16 @@ class RoomCheck:
 
 
 @cache
-def room_checks() -> Mapping[str, RoomCheck]:
+def room_checks() -> Mapping[str, tuple[Extension, RoomCheck]]:
     """The checks of installed plug-ins, by message.  Raises ConfigError for a plug-in that cannot be used."""
-    checks: dict[str, RoomCheck] = {}
+    checks: dict[str, tuple[Extension, RoomCheck]] = {}
     for plugin in extensions(CHECKS).values():
         check = plugin.load()
         if not isinstance(check, RoomCheck):
             raise plugin.refusal("is not a check: give a graphzero.runtime.execute.checks.RoomCheck")
         if check.message in checks:
             raise plugin.refusal(f"has the message of another check, {check.message!r}")
-        checks[check.message] = check
+        checks[check.message] = plugin, check
     return checks
 
 
@@ -94,8 +94,10 @@ def raise_without_room(graph: StepGraph, aux: Mapping[str, Sequence[Tensor]]) ->
 
 def _error(node: fx.Node, then: str) -> CheckError:
     message, source = str(node.args[1]), value.source_of(node)
-    if (room := room_checks().get(message)) is not None:
-        return CapacityError(f"{room.problem}; calls of a Graph do so themselves\n\n  {then}", message)
+    if message in room_checks():
+        return CapacityError(
+            f"{room_checks()[message][1].problem}; calls of a Graph do so themselves\n\n  {then}", message
+        )
     ok = value.operand(node)
     if (delivery := delivered(ok)) is not None:
         ok = delivery[0].members[delivery[1]]
