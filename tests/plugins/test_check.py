@@ -199,7 +199,8 @@ def returns_another_value(graph: StepGraph) -> StepGraph:
 
 
 def forgets_a_sign(graph: StepGraph) -> StepGraph:
-    graph.graph.find_nodes(op="call_function", target=aten.relu.default)[0].target = aten.abs.default
+    for relu in graph.graph.find_nodes(op="call_function", target=aten.relu.default):
+        relu.target = aten.abs.default
     return graph
 
 
@@ -268,6 +269,20 @@ def test_an_infinite_input_is_named_as_such(batch: Any) -> None:
 
 
 # ---- refusals
+
+
+def staged(after: str) -> TwoLayerGraph:
+    placement = gz.placement("cpu", [[0], [1]], names=("pp", "dp"), virtual=True)
+    graph = TwoLayerGraph(torch.relu, forgets_a_sign, after=after, placement=placement)
+    graph.config.set_stage("first", 0)
+    graph.config.set_stage("last", 1)
+    return graph
+
+
+def test_a_pass_on_parts_of_stages_is_refused_and_one_before_them_is_found(batch: Any) -> None:
+    assert gz.check(staged("localize"), *batch).where == "forgets_a_sign"
+    with pytest.raises(gz.ConfigError, match="pass forgets_a_sign, after bucket, runs on the parts"):
+        gz.check(staged("bucket"), *batch)
 
 
 def test_what_cannot_be_checked_says_so(batch: Any) -> None:

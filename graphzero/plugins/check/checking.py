@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from graphzero import _compat
 from graphzero.errors import CapacityError, ConfigError, hides_frames
 from graphzero.graph import Graph
 from graphzero.ir import value
+from graphzero.passes.base import pass_name
 from graphzero.plugins.check.compare import difference, held_difference, tolerance
 from graphzero.plugins.check.eager import eager_step
 from graphzero.plugins.check.first_difference import first_difference, first_nonfinite
@@ -54,7 +56,8 @@ def check(
         A Report: print it, or ``assert gz.check(...)``.
 
     Raises:
-        ConfigError: for another dtype, or modules on the meta device.
+        ConfigError: for another dtype, modules on the meta device, or a pass of the user's that runs on the parts of
+            pipeline stages: programs are compared up to the one that is cut into parts.
         CaptureError: for a step that cannot be captured.
         Exception: whatever an op raises on the way, with a note that shows its line.
     """
@@ -75,6 +78,7 @@ def _compare(
     with graph.prepared_call(f"gz.check of {graph.name}", args, kwargs) as prepared:
         prepared.source.ranks.agree(CHECK)
         program = prepared.program
+        _check_passes(graph, program)
         prepared.call.state.check_real()
         with torch.no_grad():
             start = start_of(prepared, dtype is not None)
@@ -87,6 +91,19 @@ def _compare(
             again = start_of(prepared, True)
         second = _Check(again, names, program, device, None).compare_stages()
         return second if report.agrees else with_second(report, second)
+
+
+def _check_passes(graph: Graph, program: StepProgram) -> None:
+    """Raise ConfigError for a pass of the user's that only ran on parts of pipeline stages."""
+    compared = Counter(record.name for record in program.history)
+    for pass_, after in graph.config.settings.user_passes if program.part.pipeline is not None else ():
+        compared[pass_name(pass_)] -= 1
+        if compared[pass_name(pass_)] < 0:
+            raise ConfigError(
+                f"gz.check of {graph.name}: pass {pass_name(pass_)}, after {after}, runs on the parts of each pipeline "
+                "stage, and gz.check compares programs before they are cut into parts\n  Check it in a Graph without "
+                'stages, or add it after an earlier pass: config.add_pass(pass_, after="localize")'
+            )
 
 
 def _result_name(node: Any, specs: list[Any]) -> str:
