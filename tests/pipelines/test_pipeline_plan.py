@@ -78,6 +78,14 @@ def test_1f1b_keeps_fewer_micro_batches_than_gpipe_and_the_last_stage_one() -> N
     assert all(few < many for few, many in zip(in_flight["1f1b"], in_flight["gpipe"], strict=True))
 
 
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_what_clipping_keeps_until_the_norm_is_known_is_not_an_activation(micro_batches: int) -> None:
+    """Where the norm of all gradients ends a part, gradients and scaled momenta wait for the next one."""
+    plain, clipped = (planned("1f1b", stage=1, micro_batches=micro_batches, **one)[1] for one in ({}, {"clip": 0.1}))
+    for one, other in zip(plain.members, clipped.members, strict=True):
+        assert one.memory.activations == other.memory.activations
+
+
 def test_states_are_shared_by_stages_and_split_over_their_data_ranks() -> None:
     graph, plan = planned("1f1b", stage=3)
     params = sum(p.numel() for p in graph.model.parameters()) * 4

@@ -85,7 +85,9 @@ class _PartMemory:
                 self.resident[node.name] = span.category, span.nbytes
             elif span.storage in storages:
                 self.nbytes[span.storage], self.begins[span.storage] = span.nbytes, span.begin
-                self.category[span.storage] = span.category if span.storage in params else "activations"
+                # What forward and backward leave for another part is an activation; what the update leaves is not.
+                between = span.category == "temporaries" and value.phase_of(node) != "update"
+                self.category[span.storage] = "activations" if between and span.storage not in params else span.category
             elif role is None:
                 saved.append(span)
         on_host = at.on_host()
