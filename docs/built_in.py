@@ -27,7 +27,8 @@ def refreshed(page: str) -> str:
 
 
 def _passes() -> Iterator[str]:
-    from graphzero.passes.contract import contract_of
+    from contract import contract_of
+
     from graphzero.passes.pass_list import pass_entries
 
     for entry in pass_entries():

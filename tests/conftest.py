@@ -1,4 +1,5 @@
-"""What all tests share.  Its being here also puts ``tests/`` on the path, for ``toys``; ``bench/`` starts ranks."""
+"""What all tests share.  Its being here also puts ``tests/`` on the path, for ``toys``; ``bench/`` starts ranks, and
+``docs/`` reads docstrings."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 os.environ["GRAPHZERO_PROGRESS"] = "off"
 os.environ["GRAPHZERO_TRACEBACK"] = "1"  # where a test fails, all frames are wanted
 gc.set_threshold(20_000, 20, 20)  # Python's own numbers cost 2 % of the tests' time
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("bench", "docs")]
 import _ranks  # noqa: E402
 
 if not torch.backends.cuda.is_built():  # such a build cannot be forked after a backward, with a GPU or without

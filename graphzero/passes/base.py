@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
@@ -91,14 +91,13 @@ def each(passes: Iterable[Pass]) -> Iterator[Pass]:
 class Record:
     """Record of one pass of a run: its name, the graph before and after, and its seconds without verification.
 
-    ``seconds_verify`` is what the verification after it took.  The graphs are kept packed (``ir.packed_graph``).
+    The graphs are kept packed (``ir.packed_graph``).
     """
 
     name: str
     pass_: Pass = field(repr=False)
     packed: tuple[PackedGraph, PackedGraph] = field(repr=False)
     seconds: float
-    seconds_verify: float
 
     @property
     def before(self) -> StepGraph:
@@ -191,12 +190,10 @@ class Pipeline:
         finished = time.perf_counter()
         graph = _checked(given, result, name)
         after = packer.add_copy(graph)
-        began = time.perf_counter()
         if self.verifies and not (self.history and after is before):
             verify(graph, after=repr(pass_) if known is None else name, is_final=False, known=known)
-        verified = time.perf_counter()
         graph.settle()
-        self.history.append(Record(name, pass_, (before, after), finished - started, verified - began))
+        self.history.append(Record(name, pass_, (before, after), finished - started))
         return graph, after
 
 
@@ -240,50 +237,51 @@ def _checked(given: _Given, after: object, name: str) -> StepGraph:
             f"pass {name} returned {type(after).__name__}, not a StepGraph\n"
             "  A pass changes the graph it is given and returns it"
         )
-    lost = [update for update in given.updates if update not in after.updates]
-    if lost:
-        raise VerifyError(
-            f"pass {name} dropped the update of {', '.join(lost[:5])}{' ...' if len(lost) > 5 else ''}: the step would "
-            "leave it as it was\n  Keep every entry of graph.updates; give it a new value with graph.set_output(...)"
-        )
+    for problem, hint in _changed_parts(given, after):
+        raise VerifyError(f"pass {name} {problem}\n  {hint}")
+    return after
+
+
+def _changed_parts(given: _Given, after: StepGraph) -> Iterator[tuple[str, str]]:
+    """What a pass has not kept, each with the next step."""
+    if lost := [update for update in given.updates if update not in after.updates]:
+        keep = "Keep every entry of graph.updates; give it a new value with graph.set_output(...)"
+        yield f"dropped the update of {_first_of(lost)}: the step would leave it as it was", keep
     inputs = _inputs_of(after)
-    gone = [name for name in given.inputs if name not in inputs]
-    if gone:
-        raise VerifyError(
-            f"pass {name} dropped the input {', '.join(gone[:5])}{' ...' if len(gone) > 5 else ''}: inputs are the "
-            "signature of the step\n  Leave unused placeholders where they are"
+    if gone := [name for name in given.inputs if name not in inputs]:
+        problem = f"dropped the input {_first_of(gone)}: inputs are the signature of the step"
+        yield problem, "Leave unused placeholders where they are"
+    if added := sorted(inputs.keys() - given.inputs):
+        yield (
+            f"added the input {_first_of(added)}: a call would have no value for it",
+            (
+                "Make values from the inputs that are there; a constant is a call, such as "
+                "graph.call(torch.ops.aten.full.default, ...)"
+            ),
         )
-    added = sorted(inputs.keys() - given.inputs)
-    if added:
-        raise VerifyError(
-            f"pass {name} added the input {', '.join(added[:5])}{' ...' if len(added) > 5 else ''}: a call would "
-            "have no value for it\n  Make values from the inputs that are there; a constant is a call, such as "
-            "graph.call(torch.ops.aten.full.default, ...)"
-        )
-    if (other := next((name for name in inputs if inputs[name] != given.inputs[name]), None)) is not None:
+    for other in (name for name in inputs if inputs[name] != given.inputs[name]):
         was, now = (
             f"{role_text(role) if isinstance(role, Role) else role} : {type_}"
             for type_, role in (given.inputs[other], inputs[other])
         )
-        raise VerifyError(
-            f"pass {name} made the input '{other}' another one: {now}, which was {was}\n"
-            "  Leave types and roles of placeholders as they are; cast or reshape what reads them"
-        )
+        problem = f"made the input '{other}' another one: {now}, which was {was}"
+        yield problem, "Leave types and roles of placeholders as they are; cast or reshape what reads them"
     if after.placement != given.placement and MICRO_BATCHES not in given.placement.names:
-        raise VerifyError(
-            f"pass {name} took the graph from {given.placement} to {after.placement}\n"
-            "  Leave graph.placement as it is: tensors are bound to the ranks of the Graph's"
-        )
+        problem = f"took the graph from {given.placement} to {after.placement}"
+        yield problem, "Leave graph.placement as it is: tensors are bound to the ranks of the Graph's"
     if len(after.outputs) != given.outputs:
-        raise VerifyError(
-            f"pass {name} returned a graph with {len(after.outputs)} outputs, build returns {given.outputs}\n"
-            "  Keep the outputs in number and order; pass others to the caller by the output's aux dict"
-        )
+        problem = f"returned a graph with {len(after.outputs)} outputs, build returns {given.outputs}"
+        yield problem, "Keep the outputs in number and order; pass others to the caller by the output's aux dict"
     steps = LEVELS.index(after.level) - LEVELS.index(given.level) if after.level in LEVELS else -1
     if not 0 <= steps <= 1:
-        raise VerifyError(
-            f"pass {name} took the graph from level {given.level!r} {'back ' if steps < 0 else ''}to {after.level!r}\n"
-            f"  A pass keeps the level or takes it one further; they are {', '.join(LEVELS)}. Return the graph that "
-            "the pass was given, not another one"
+        yield (
+            f"took the graph from level {given.level!r} {'back ' if steps < 0 else ''}to {after.level!r}",
+            (
+                f"A pass keeps the level or takes it one further; they are {', '.join(LEVELS)}. Return the graph that "
+                "the pass was given, not another one"
+            ),
         )
-    return after
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"

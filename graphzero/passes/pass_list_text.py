@@ -13,8 +13,7 @@ from typing import Any
 from graphzero.ir.text.lexer import LineReader
 from graphzero.ir.text.parser import ParseError
 from graphzero.passes.base import Pass, pass_text
-from graphzero.passes.contract import contract_of
-from graphzero.passes.option_text import build_options, forms_of, read_options, refused
+from graphzero.passes.option_text import build_options, read_options, refused
 from graphzero.passes.pass_list import (
     GROUPS,
     Options,
@@ -95,18 +94,3 @@ def _error(text: str, at: int, problem: str) -> ParseError:
     begin = max(at - SHOWN, 0)
     window = text[begin : at + SHOWN].replace("\n", " ").replace("\t", " ")
     return ParseError(f"passes, character {at + 1}: {problem}\n  {window}\n  {' ' * (at - begin)}^")
-
-
-def listing() -> str:
-    """Every pass with its level, its summary, and its options."""
-    lines = ["name{option=value option=value},name,...   in the order in which they run", ""]
-    entries = pass_entries()
-    rows: list[tuple[str, str, type]] = [(entry.name, entry.level, entry.kind) for entry in entries]
-    groups = [(name, next(one.level for one in entries if one.group == name), kind) for name, kind in GROUPS.items()]
-    for name, level, kind in [*rows, *groups, (DEFAULT, "any", Options)]:
-        summary = contract_of(kind).summary if name != DEFAULT else "The passes from there on that a Graph runs."
-        lines.append(f"{name:<24}{level:<12}{summary.replace('``', '`')}")
-        plain = build_options(LineReader("", ParseError, {}), 0, kind, {}, name)
-        for option, form in forms_of(kind).items():
-            lines.append(f"    {option}={form.write(getattr(plain, option))}   {form.hint}")
-    return "\n".join(lines)

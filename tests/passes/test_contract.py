@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from contract import Contract, Example, contract_of
 from toys import random_step
 
 from graphzero.ir import ops, value
@@ -22,7 +23,6 @@ from graphzero.ir.transfer import NO_SLOT_YET
 from graphzero.ir.verifier.verify import verify
 from graphzero.ops import PIN
 from graphzero.passes import BuiltinPass, Options, Pipeline, default_passes, parse_passes
-from graphzero.passes.contract import Contract, Example, contract_of
 from graphzero.passes.pass_list import pass_entries
 from graphzero.passes.schedule.bucket import JOINED
 from graphzero.testing import assert_same_step
@@ -95,7 +95,7 @@ def test_a_pass_has_a_contract(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_pass_makes_of_its_example_what_it_shows(name: str, request: pytest.FixtureRequest) -> None:
     example = contract_of(KINDS[name]).example
-    assert example is not None, f"{name}: the docstring ends in an Example::, see graphzero/passes/contract.py"
+    assert example is not None, f"{name}: the docstring ends in an Example::, see docs/contract.py"
     found = run(example)
     if request.config.getoption("--accept", default=False):
         accept(KINDS[name], example, found)

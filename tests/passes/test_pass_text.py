@@ -15,7 +15,8 @@ from graphzero.ir.value import Role
 from graphzero.passes import NAMES, KeepGathered, Options, Pin, Pipeline, Propagate, Zero, default_passes
 from graphzero.passes.option_text import form_of, forms_of, write_options
 from graphzero.passes.pass_list import GROUPS, PassEntry, pass_entries
-from graphzero.passes.pass_list_text import listing, parse_passes, print_passes
+from graphzero.passes.pass_list_text import parse_passes, print_passes
+from graphzero.plugins.opt.command import listing
 from graphzero.sbp.link_costs import Link
 from graphzero.sbp.types import B, P, S, partial
 

@@ -34,13 +34,15 @@ MOST_DIMS = 64  # as torch has it
 _WORD = re.compile(r"[^\W\d]\w*")
 _KEYWORD = re.compile(r"[^\W\d]\w*[ \t]*=")
 _DOTTED = re.compile(r"[\w.]+")
-_DIGITS = re.compile(r"[0-9]+")
-_FRACTION = re.compile(r"(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?")
+_DECIMAL = r"[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?"
+_NUMBER = re.compile(rf"-?\s*(?:inf|nan|{_DECIMAL}j?)(?!\w)")
+_COMPLEX = re.compile(rf"\(\s*-?\s*(?:inf|nan|{_DECIMAL})\s*[+-]\s*(?:inf|nan|{_DECIMAL})j\s*\)")
+_DEVICE = re.compile(r"device\(\s*type\s*=\s*'(\w+)'\s*(?:,\s*index\s*=\s*([0-9]{1,2}|1[01][0-9]|12[0-7])\s*)?\)")
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(.?))", re.DOTALL)
 _PLAIN = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 _SPACES = re.compile(r"\s*")
-_WORDS: dict[str, Any] = {"True": True, "False": False, "None": None, "inf": float("inf"), "nan": float("nan")}
+_WORDS: dict[str, Any] = {"True": True, "False": False, "None": None}
 _TORCH_KINDS = (torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -189,10 +191,8 @@ class LineReader:
         if depth > DEEPEST:
             raise self.fail(f"more than {DEEPEST} brackets in one another")
         mark = self.next()
-        if mark.isdigit() and mark.isascii():
-            return self._number("")
-        if mark == "-":
-            return self._negative()
+        if number := self._match(_NUMBER) or self._match(_COMPLEX):
+            return self._number("".join(number.split()))
         if mark in ("'", '"') and mark:
             string = self.string()
             if string is None:
@@ -201,54 +201,21 @@ class LineReader:
         if self.take("["):
             return self.items("]", depth + 1)
         if self.take("("):
-            return self._bracket(depth + 1)
+            begin = self.at
+            items = self.items(")", depth + 1)
+            if len(items) == 1 and not re.search(r",\s*\)\s*\Z", self.text[begin : self.at]):
+                raise self.fail("a tuple of one is written with a comma: (x,)")
+            return tuple(items)
         return self._named()
 
-    def _number(self, sign: str) -> int | float | complex:
-        digits, fraction = self._match(_DIGITS), self._match(_FRACTION)
-        text = sign + digits + fraction
-        if len(text) > 400 or (not fraction and (len(digits) > 20 or int(digits) > LARGEST + (sign == "-"))):
+    def _number(self, text: str) -> int | float | complex:
+        is_whole = text.removeprefix("-").isdigit()
+        if len(text) > 400 or (is_whole and not -LARGEST - 1 <= int(text) <= LARGEST):
             raise self.fail(f"{text:.40} is beyond what 64 bits hold")
-        if self.text[self.at : self.at + 1] == "j":
-            self.at += 1
-            return complex(f"{text}j")
-        if self._match(_WORD):
-            raise self.unreadable()
-        return float(text) if fraction else int(text)
-
-    def _negative(self) -> Any:
-        self.take("-")
-        if self.next().isdigit() and self.next().isascii():
-            return self._number("-")
-        word = self.word()
-        if word not in ("inf", "nan"):
-            raise self.unreadable()
-        return -_WORDS[word]
-
-    def _bracket(self, depth: int) -> Any:
-        """A tuple, or a complex number."""
-        items: list[Any] = []
-        while not self.take(")"):
-            items.append(self.value(depth))
-            sign = self.next()
-            if len(items) == 1 and sign in ("+", "-") and sign and isinstance(items[0], (int, float)):
-                return self._complex(items[0], sign)
-            if not self.take(","):
-                if self.next() != ")":
-                    raise self.unreadable()
-                if len(items) == 1:
-                    raise self.fail("a tuple of one is written with a comma: (x,)")
-        return tuple(items)
-
-    def _complex(self, real: float, sign: str) -> complex:
-        self.take(sign)
-        number = self._number(sign) if self.next().isdigit() and self.next().isascii() else None
-        if not isinstance(number, complex) or not self.take(")"):
-            raise self.unreadable()
-        return complex(real, number.imag)
+        return int(text) if is_whole else complex(text) if "j" in text else float(text)
 
     def _named(self) -> Any:
-        name = self.word()
+        begin, name = self.at, self.word()
         if not name:
             raise self.unreadable()
         if name in _WORDS:
@@ -256,6 +223,7 @@ class LineReader:
         if name == "torch" and self.take("."):
             return self._of_torch(self.word())
         if name == "device" and self.next() == "(":
+            self.at = begin
             return self._device()
         if name in self.values:
             return self.values[name]
@@ -274,22 +242,12 @@ class LineReader:
         return constant
 
     def _device(self) -> torch.device:
-        self.take("(")
-        if not (self.word() == "type" and self.take("=")):
-            raise self.unreadable()
-        kind, index = self.string(), None
-        if self.take(","):
-            if not (self.word() == "index" and self.take("=")):
-                raise self.unreadable()
-            index = self.value()
-        if (
-            kind not in DEVICE_TYPES
-            or not self.take(")")
-            or not (index is None or (type(index) is int and 0 <= index < 128))
-        ):
+        match = _DEVICE.match(self.text, self.at)
+        if match is None or match[1] not in DEVICE_TYPES:
             kinds = ", ".join(DEVICE_TYPES)
             raise self.fail(f"a device is device(type='cpu') or device(type='cuda', index=0), of {kinds}")
-        return torch.device(kind) if index is None else torch.device(kind, index)
+        self.at = match.end()
+        return torch.device(match[1]) if match[2] is None else torch.device(match[1], int(match[2]))
 
     def _cut(self, size: Any, kind: type[LocalSize] | type[LocalStart], begin: int) -> LocalSize | LocalStart:
         """The size that an axis cuts: a number, or the piece of an axis outside it."""

@@ -51,31 +51,33 @@ def _check_dim(type_: TensorType, dim: Any) -> None:
     need(type(dim) is int and 0 <= dim < len(type_.shape), f"names dim {dim!r:.20} of {type_}")
 
 
-def _same(*kinds: str, casts: bool = False) -> Form:
+def _same(*kinds: str, casts: bool = False, is_bucket: bool = False) -> Form:
     """The form of an op that makes the type of its first argument; the others are dims, an axis, a reduction.
 
-    casts: whether it may be told a dtype.
+    casts: whether it may be told a dtype.  is_bucket: whether it takes a list of values, and of dims one for each.
     """
 
     def result_type(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
         most, least = len(kinds) + 1, len(kinds) + 1 - ("reduction" in kinds)
         need((casts or not kwargs) and least <= len(args) <= most, f"takes {len(kinds) + 1} arguments")
-        type_ = _tensor(args[0])
-        _check_rest(graph, [type_], kinds, args[1:])
-        return _cast([type_], kwargs)[0]
+        members = args[0] if is_bucket else [args[0]]
+        need(isinstance(members, (list, tuple)) and len(members) > 0, "has no list of values")
+        types = [_tensor(x) for x in members]
+        moved = _cast(types, kwargs)
+        need(len({type_.dtype for type_ in moved}) == 1, "holds values of several dtypes in one buffer")
+        for kind, arg in zip(kinds, args[1:], strict=False):
+            if kind == "dim":
+                dims = arg if is_bucket else [arg]
+                need(isinstance(dims, (list, tuple)) and len(dims) == len(types), "has no dim for each value")
+                for type_, dim in zip(types, dims, strict=True):
+                    _check_dim(type_, dim)
+            elif kind == "axis":
+                _check_axis(graph, arg)
+            else:
+                need(arg in REDUCTIONS, f"reduces by {arg!r:.20}; {', '.join(REDUCTIONS)}")
+        return tuple(moved) if is_bucket else moved[0]
 
     return result_type
-
-
-def _check_rest(graph: StepGraph, types: list[TensorType], kinds: tuple[str, ...], given: list[Any]) -> None:
-    for kind, arg in zip(kinds, given, strict=False):
-        if kind == "dim":
-            for type_ in types:
-                _check_dim(type_, arg)
-        elif kind == "axis":
-            _check_axis(graph, arg)
-        else:
-            need(arg in REDUCTIONS, f"reduces by {arg!r:.20}; {', '.join(REDUCTIONS)}")
 
 
 def _cast(types: list[TensorType], kwargs: dict[str, Any]) -> list[TensorType]:
@@ -91,27 +93,6 @@ def _cast(types: list[TensorType], kwargs: dict[str, Any]) -> list[TensorType]:
     return [TensorType(said, type_.shape) for type_ in types]
 
 
-def _bucket(*kinds: str, casts: bool = False) -> Form:
-    def result_types(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        least = len(kinds) + 1 - ("reduction" in kinds)
-        need((casts or not kwargs) and least <= len(args) <= len(kinds) + 1, f"takes {len(kinds) + 1} arguments")
-        need(isinstance(args[0], (list, tuple)) and len(args[0]) > 0, "has no list of values")
-        types = [_tensor(x) for x in args[0]]
-        moved = _cast(types, kwargs)
-        need(len({type_.dtype for type_ in moved}) == 1, "holds values of several dtypes in one buffer")
-        rest = args[1:]
-        if kinds[0] == "dim":
-            dims = args[1]
-            need(isinstance(dims, (list, tuple)) and len(dims) == len(types), "has no dim for each value")
-            for type_, dim in zip(types, dims, strict=True):
-                _check_dim(type_, dim)
-            rest = args[2:]
-        _check_rest(graph, types, tuple(kind for kind in kinds if kind != "dim"), rest)
-        return tuple(moved)
-
-    return result_types
-
-
 def _launch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
     names = {op.__name__ for op in ops.BUCKETS}
     need(
@@ -122,15 +103,6 @@ def _launch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
     types = FORMS[args[0]](graph, args[2:], kwargs)
     need(slot is not None or len(types) == 1, "has no slot for several values")
     return types
-
-
-def _wait(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    del graph
-    good = len(args) == 1 and not kwargs and isinstance(args[0], fx.Node) and args[0].target is ops.launch
-    need(good, "waits for a value that is not a launch")
-    waits = [user for user in args[0].users if user.target is ops.wait]
-    need(len(waits) == 1 and len(args[0].users) == 1, f"is not the only reader of '{args[0].name}'")
-    return value.type_of(args[0])
 
 
 def _assign(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -170,15 +142,17 @@ def _host_state(x: Any) -> TensorType:
     return type_
 
 
-def _host_wait(launch: Any, copied: int) -> Form:
-    """The form of the wait for a copy between host and device.  copied: the number of the operand that is copied."""
+def _wait(launch: Any, copied: int | None = None) -> Form:
+    """The form of the wait for a launch.  copied: of a copy between host and device the number of the operand that is
+    copied, which its wait is told."""
 
     def result_type(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
         del graph
-        good = len(args) == 2 and not kwargs and isinstance(args[0], fx.Node) and args[0].target is launch
-        need(good, f"waits for a value that is not a {launch.__name__}")
+        need(len(args) == 1 + (copied is not None) and not kwargs and _is_from(args[0], launch), (
+            f"waits for a value that is not a {launch.__name__}"
+        ))  # fmt: skip
         need(len(args[0].users) == 1, f"is not the only reader of '{args[0].name}'")
-        need(args[1] is args[0].args[copied], f"is not told what '{args[0].name}' copies")
+        need(copied is None or args[1] is args[0].args[copied], f"is not told what '{args[0].name}' copies")
         return value.type_of(args[0])
 
     return result_type
@@ -237,10 +211,11 @@ FORMS: dict[str, Form] = {
     "use": _same(), "box": _same(), "relabel": _same(),
     "slice_shard": _same("dim", "axis"), "place_shard": _same("dim", "axis"), "keep_first": _same("axis"),
     **{kind: _same(*one.arguments, casts=one.gathers) for kind, one in COLLECTIVES.items()},
-    **{f"bucket_{kind}": _bucket(*one.arguments, casts=one.gathers) for kind, one in COLLECTIVES.items() if one.joins},
-    "launch": _launch, "wait": _wait, "assign": _assign,
-    "host_room": _same(), "to_device_launch": _to_device_launch, "to_device_wait": _host_wait(ops.to_device_launch, 0),
-    "to_host_launch": _to_host_launch, "to_host_wait": _host_wait(ops.to_host_launch, 1),
+    **{f"bucket_{kind}": _same(*one.arguments, casts=one.gathers, is_bucket=True)
+       for kind, one in COLLECTIVES.items() if one.joins},
+    "launch": _launch, "wait": _wait(ops.launch), "assign": _assign,
+    "host_room": _same(), "to_device_launch": _to_device_launch, "to_device_wait": _wait(ops.to_device_launch, 0),
+    "to_host_launch": _to_host_launch, "to_host_wait": _wait(ops.to_host_launch, 1),
     "micro_batch": _micro_batch, "accumulator": _accumulator, "take": _in_turn("a", "dim", "i", "k"),
     "accumulate": _in_turn("a", "x", "i", "k", "how"), "put": _in_turn("a", "x", "dim", "i", "k"),
     "accumulate_mm": _accumulate_mm,

@@ -22,8 +22,9 @@ from graphzero.ir.text.parser import parse
 from graphzero.ir.verifier.verify import verify
 from graphzero.passes import Pipeline, parse_passes
 from graphzero.passes.base import snake_case
-from graphzero.passes.pass_list import GROUPS, pass_names
-from graphzero.passes.pass_list_text import listing
+from graphzero.passes.option_text import forms_of
+from graphzero.passes.pass_list import GROUPS, Options, pass_entries, pass_names
+from graphzero.passes.pass_list_text import DEFAULT
 from graphzero.sbp.placement import DEVICE_TYPES, placement
 
 SUMMARY = "run passes over a printed program"
@@ -112,3 +113,23 @@ def read(file: str | None, device: str = "cpu") -> StepGraph:
     graph.placement = placement(device, place.ranks, place.names, virtual=True)
     verify(graph)
     return graph
+
+
+def listing() -> str:
+    """Every pass with its level, its summary, and its options."""
+    lines = ["name{option=value option=value},name,...   in the order in which they run", ""]
+    entries = pass_entries()
+    rows: list[tuple[str, str, type]] = [(entry.name, entry.level, entry.kind) for entry in entries]
+    groups = [(name, next(one.level for one in entries if one.group == name), kind) for name, kind in GROUPS.items()]
+    for name, level, kind in [*rows, *groups, (DEFAULT, "any", Options)]:
+        summary = "The passes from there on that a Graph runs." if name == DEFAULT else _summary(kind)
+        lines.append(f"{name:<24}{level:<12}{summary}")
+        plain = kind()
+        for option, form in forms_of(kind).items():
+            lines.append(f"    {option}={form.write(getattr(plain, option))}   {form.hint}")
+    return "\n".join(lines)
+
+
+def _summary(kind: type) -> str:
+    """The first line of a pass's docstring."""
+    return (inspect.getdoc(kind) or "").partition("\n")[0].replace("``", "`")
