@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphzero as gz
-from graphzero.passes.place import batch_warning
+from graphzero.passes.place import propagate
 from graphzero.sbp import B, GatheredBatchWarning, S
 
 D = torch.float64
@@ -95,7 +95,7 @@ def test_bags_of_one_length_train_split_as_in_plain_pytorch(kind: str, place: st
 
 
 def test_bags_cut_by_offsets_are_right_and_a_warning_names_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_warning, "_warned", set())
+    monkeypatch.setattr(propagate, "_warned", set())
     words = [(batch.flatten(), torch.tensor([0, 3, 4, 9, 20, 21, 30, 38])) for batch in batches(ROWS)]
     graph = adam_graph(Bags("mean").to(D), placed("dp"), 3)
     with pytest.warns(GatheredBatchWarning, match=r"whole gradient of model.bag.weight: aten._embedding_bag"):

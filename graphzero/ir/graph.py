@@ -264,25 +264,21 @@ class StepGraph:
     def _check_pin(self, node: Node, axis: str, sbp: Sbp) -> None:
         if not isinstance(sbp, Sbp):
             raise SbpError(f"cannot pin '{node.name}' to {sbp!r}: write gz.sbp.B, gz.sbp.S(0) or gz.sbp.P")
-        type_, role = value.type_of(node), value.role_of(node)
+        type_, role, what = value.type_of(node), value.role_of(node), f"'{node.name}'"
+        problem = ""
         if isinstance(type_, tuple):
-            raise SbpError(
-                f"cannot pin '{node.name}' to {sbp} on axis {axis}: it has {len(type_)} results; pin the value that "
-                f"picks one: {', '.join(user.name for user in node.users) or 'none'}"
-            )
-        if not isinstance(type_, TensorType):
-            raise SbpError(f"cannot pin '{node.name}' to {sbp} on axis {axis}: it is {type_}, not a tensor")
-        if sbp.is_partial and node.op == "placeholder" and role is not None and role.kind in PERSISTENT:
-            raise SbpError(
-                f"cannot pin the {role.kind} '{node.name}' : {type_} to {sbp} on axis {axis}: values that a step "
-                "keeps cannot be partial sums; pin it to B, or to a split"
-            )
-        if sbp.is_split and sbp.dim >= len(type_.shape):
-            dims = len(type_.shape)
-            raise SbpError(
-                f"cannot pin '{node.name}' : {type_} to {sbp} on axis {axis}: it has {dims} dims; "
-                + (f"split one of 0..{dims - 1}, or pin it to B" if dims else "pin it to B")
-            )
+            picks = ", ".join(user.name for user in node.users) or "none"
+            problem = f"it has {len(type_)} results; pin the value that picks one: {picks}"
+        elif not isinstance(type_, TensorType):
+            problem = f"it is {type_}, not a tensor"
+        elif sbp.is_partial and node.op == "placeholder" and role is not None and role.kind in PERSISTENT:
+            what = f"the {role.kind} '{node.name}' : {type_}"
+            problem = "values that a step keeps cannot be partial sums; pin it to B, or to a split"
+        elif sbp.is_split and sbp.dim >= (dims := len(type_.shape)):
+            what = f"'{node.name}' : {type_}"
+            problem = f"it has {dims} dims; {f'split one of 0..{dims - 1}, or ' * (dims > 0)}pin it to B"
+        if problem:
+            raise SbpError(f"cannot pin {what} to {sbp} on axis {axis}: {problem}")
 
     def set_role(self, node: Node, role: Role) -> None:
         """Say what a value is for the step, ``Role("gradient", "model.weight")``."""

@@ -13,25 +13,6 @@ from graphzero.sbp.types import S, Sbp
 PADDING = "padding of "  # what the input is called that says which places of a dim are padded
 
 
-@dataclass(frozen=True)
-class Ragged:
-    """A ragged dim of a program.
-
-    size: the padded one, of all ranks together.  least: the smallest true size that is padded to it.
-    is_prefix: whether what is padded is after all that was given; else every rank's share has its own end.
-    """
-
-    name: str
-    size: int
-    least: int = 1
-    is_prefix: bool = True
-
-    @property
-    def padding(self) -> str:
-        """The name of the input that says which places are padded."""
-        return PADDING + self.name
-
-
 @dataclass(frozen=True, order=True)
 class Along:
     """A dim of a value that is padded.

@@ -243,7 +243,7 @@ def _checked(given: _Given, after: object, name: str) -> StepGraph:
 
 
 def _changed_parts(given: _Given, after: StepGraph) -> Iterator[tuple[str, str]]:
-    """What a pass has not kept, each with the next step."""
+    """Parts that a pass has not kept: the problem, and the next step."""
     if lost := [update for update in given.updates if update not in after.updates]:
         keep = "Keep every entry of graph.updates; give it a new value with graph.set_output(...)"
         yield f"dropped the update of {_first_of(lost)}: the step would leave it as it was", keep

@@ -33,9 +33,8 @@ from graphzero.ir.streams.events import (
     StreamKernel,
 )  # fmt: skip
 from graphzero.ir.streams.instructions import InstructionKind, InstructionList
-from graphzero.ir.streams.races import find_race
 from graphzero.ir.text.parser import parse
-from graphzero.ir.verifier.stream_order import check_streams
+from graphzero.ir.verifier.stream_order import check_streams, find_race
 from graphzero.runtime.execute import program
 from graphzero.testing import strict_transfers
 

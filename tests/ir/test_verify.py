@@ -191,7 +191,7 @@ def test_a_pin_and_a_use_read_what_they_name() -> None:
     use = "u = use(w) : f32[4, 4]  {}\n  y = mm(x, u) : f32[8, 4]  S(0)"
     verify(parse(propagated(use.format("B"), level="boxed")))
     text = propagated("u = use(w) : f32[4, 4]  S(0)\n  y = relu(x) : f32[8, 4]  S(0)", level="boxed")
-    refused(text, "'u' reads 'w' in another SBP than its own\n(.|\n)*insert_boxing")
+    refused(text, r"'u' takes B to S\(0\), which use does not\n(.|\n)*insert_boxing")
 
 
 def test_a_state_leaves_the_step_in_the_sbp_it_entered_with() -> None:

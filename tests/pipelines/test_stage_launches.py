@@ -20,9 +20,8 @@ from graphzero.errors import GraphZeroError, ScheduleError
 from graphzero.ir.pipeline_launches import LaunchKind, StageLaunch, check_launches, list_launches
 from graphzero.ir.pipeline_parts import PipelineProgram
 from graphzero.ir.streams.events import EventRecord, EventWait, StreamKernel
-from graphzero.ir.streams.races import find_race
 from graphzero.ir.streams.stage_events import StageEvents
-from graphzero.ir.verifier.stream_order import check_stage_streams
+from graphzero.ir.verifier.stream_order import check_stage_streams, find_race
 from graphzero.runtime.execute.pipeline_messages import StepMessages
 from graphzero.runtime.transport.communicator import Communicator
 from graphzero.schedules import PipelineSchedule, check_schedule, generate_schedule

@@ -32,8 +32,8 @@ from graphzero import _compat
 from graphzero.errors import ConfigError
 from graphzero.ir.pipeline_launches import COPIES, LaunchKind, list_launches
 from graphzero.ir.streams.events import TO_DEVICE, TO_HOST, StreamKernel
-from graphzero.ir.streams.races import find_race
 from graphzero.ir.streams.stage_events import StageEvents
+from graphzero.ir.verifier.stream_order import find_race
 from graphzero.plan.pipelines.pipeline_timeline import pipeline_timeline
 from graphzero.plan.seconds import plain as plain_device
 from graphzero.runtime.transport.primitives import Handle

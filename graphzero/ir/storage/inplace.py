@@ -57,10 +57,9 @@ def outs_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
 def room_of(x: fx.Node) -> fx.Node | None:
     """The value in whose storage ``x`` was put, as the result of an op or as one of several."""
     if x.target is operator.getitem:
-        source, index = x.args
-        outs = source.kwargs.get(value.OUT) if isinstance(source, fx.Node) and source.target in OVER_OPERANDS else None
-        room = outs[index] if isinstance(outs, (list, tuple)) else outs  # type: ignore[index]
-        return room if isinstance(room, fx.Node) else None
+        source = value.operand(x)
+        outs = outs_of(source) if source.target in OVER_OPERANDS else ()
+        return outs[x.args[1]] if outs else None  # type: ignore[index]
     return out_of(x)
 
 

@@ -85,13 +85,9 @@ _fft_c2c _fft_c2r _fft_r2c cholesky linalg_householder_product linalg_ldl_solve 
 nonzero
 """)
 # Element by element, but not laid out as the first operand of the shape of the result.
-NOT_AS_FIRST = _names("""
-threshold_backward
-""")
+NOT_AS_FIRST = {"threshold_backward"}
 # Element by element, but not over this argument, or that has not been tried.
-NOT_OVER = _names("""
-masked_fill.Scalar/1
-""")
+NOT_OVER = {"masked_fill.Scalar/1"}
 
 
 def writing(target: Any, device_type: str = "cpu") -> tuple[torch._ops.OpOverload, str] | None:

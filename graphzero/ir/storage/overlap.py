@@ -32,9 +32,8 @@ def _span(x: Tensor) -> Span | None:
     x = _compat.local_tensor(x)
     if x.layout is not torch.strided or not x.numel():
         return None
-    itemsize, size = x.element_size(), x.numel() * x.element_size()
-    if not x.is_contiguous():
-        size = itemsize * (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)))
+    itemsize = x.element_size()
+    size = itemsize * (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)))
     if x.is_meta or isinstance(x, _compat.FakeTensor):
         begin, memory = int(x.storage_offset()) * itemsize, _compat.storage_id(x)
     else:

@@ -65,6 +65,14 @@ class EventWait(NamedTuple):
 StreamEvent = StreamKernel | EventRecord | EventWait
 
 
+def begun_events(kernel: StreamKernel, first: int) -> Iterator[StreamEvent]:
+    """The events of a transfer: its stream waits for what has been computed, event ``first``, and records the next."""
+    yield EventRecord(first, COMPUTE)
+    yield EventWait(first, kernel.stream)
+    yield kernel
+    yield EventRecord(first + 1, kernel.stream)
+
+
 class StreamEvents:
     """The events of a step, in the order in which a process issues them; of what no transfer touches there are none.
 
@@ -107,18 +115,16 @@ class StreamEvents:
                 yield StreamKernel(COMPUTE, one.node, "free", frozenset(), self._freed[number])
 
     def _begin(self, node: fx.Node) -> Iterator[StreamEvent]:
-        first, last = self._count, self._count + 1
+        first = self._count
         self._count += 2
-        self._ended[node] = last
+        self._ended[node] = first + 1
         stream = _HOST_STREAMS[node.target] if node.target in _HOST_STREAMS else self.transfers[node].axis
         read = self._results(node.args[-1]) if node.target in _HOST_STREAMS else ()  # type: ignore[arg-type]
         new = frozenset(storage for storage in self._results(node) if storage[0] is node)
         if node.target in _HOST_STREAMS and new:  # its memory may have been that of something computed before
             yield StreamKernel(COMPUTE, node, "allocate", frozenset(), new)
-        yield EventRecord(first, COMPUTE)
-        yield EventWait(first, stream)
-        yield StreamKernel(stream, node, "begin", frozenset(read), frozenset(self._carried(node)) - frozenset(read))
-        yield EventRecord(last, stream)
+        written = frozenset(self._carried(node)) - frozenset(read)
+        yield from begun_events(StreamKernel(stream, node, "begin", frozenset(read), written), first)
 
     # ---- what is accessed
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import product, zip_longest
 from math import prod
 from typing import NamedTuple
 
@@ -88,9 +88,8 @@ def check_rank_launches(lists: Mapping[int, Sequence[RankLaunch]], where: str = 
     peers: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
     for ranks, numbers in by_communicator.items():
         members = [rank for rank in ranks if rank in lists]
-        longest = max(map(len, numbers.values()))
-        for i in range(longest):
-            group = [(rank, numbers.get(rank, [])[i]) for rank in members if i < len(numbers.get(rank, []))]
+        for i, row in enumerate(zip_longest(*(numbers.get(rank, ()) for rank in members))):
+            group = [(rank, number) for rank, number in zip(members, row, strict=True) if number is not None]
             _check_group(lists, members, group, i, where)
             peers.update({item: tuple(other for other in group if other != item) for item in group})
     queues = {rank: [(rank, number) for number in range(len(launches))] for rank, launches in lists.items()}

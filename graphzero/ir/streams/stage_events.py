@@ -28,11 +28,11 @@ from graphzero.ir.streams.events import (
     COMPUTE,
     TO_DEVICE,
     TO_HOST,
-    EventRecord,
     EventWait,
     Region,
     StreamEvent,
     StreamKernel,
+    begun_events,
 )
 
 VALUE = "value"
@@ -120,10 +120,7 @@ class StageEvents:
         self, launch: StageLaunch, stream: str, reads: Collection[Any], writes: Collection[Any]
     ) -> Iterator[StreamEvent]:
         first = 2 * len(self._begun)
-        yield EventRecord(first, COMPUTE)
-        yield EventWait(first, stream)
-        yield self._kernel(launch, self._name(launch), reads, writes, stream)
-        yield EventRecord(first + 1, stream)
+        yield from begun_events(self._kernel(launch, self._name(launch), reads, writes, stream), first)
         self._begun[launch] = first + 1, frozenset([*reads, *writes])
 
     def _call_kernel(self, launch: StageLaunch, call: PartCall) -> StreamKernel:

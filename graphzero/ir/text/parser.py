@@ -12,8 +12,7 @@ import keyword
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,6 +35,8 @@ MOST_AXES = 8
 _PLACES = f"a text places on up to {MOST_RANKS} ranks in up to {MOST_AXES} axes"
 MOST_BYTES = 2**50  # of one value
 _FORMAT = re.compile(r"format +([0-9]+)")
+_GRAPH = re.compile(r"graph\b\s*(.*)\(([^()]*)\)\s*(.*)")
+_AXIS = re.compile(r"\s*([^\W\d]\w*)\s*=\s*([0-9]+)\s*")
 _HEAD = re.compile(rf"({'|'.join(PHASES)})(?: x([1-9][0-9]{{0,5}}))?:")
 
 
@@ -120,40 +121,24 @@ class _Parser:
 
     def _header(self) -> tuple[str, Placement, str]:
         self._check_format()
-        line = self.lines[self.number].strip() if self.number < len(self.lines) else ""
-        reader = LineReader(line, self.fail, {})
-        expected = "expected `graph name(axis=ranks, ...) level`"
-        if reader.word() != "graph":
-            raise self.fail(expected)
-        name = reader.string()
-        if name is None:
-            name, bracket, rest = reader.rest().rpartition("(")
-            name = name.strip()
-            reader = LineReader(bracket + rest, self.fail, {})
-        axes = list(islice(self._axes(reader, expected), MOST_AXES + 1))
-        if len(axes) > MOST_AXES:
-            raise self.fail(_PLACES)
-        level = reader.rest() or "captured"
-        if not name or not axes:
-            raise self.fail(expected)
+        match = _GRAPH.fullmatch(self.lines[self.number].strip()) if self.number < len(self.lines) else None
+        words = match[2].rstrip().removesuffix(",").split(",") if match is not None else ()
+        axes = [_AXIS.fullmatch(word) for word in words]
+        if match is None or not all(axes):
+            raise self.fail("expected `graph name(axis=ranks, ...) level`")
+        reader = LineReader(match[1], self.fail, {})
+        quoted = reader.string()
+        name, level = match[1].strip() if quoted is None else quoted, match[3] or "captured"
+        if not name or (quoted is not None and reader.rest()):
+            raise self.fail("expected `graph name(axis=ranks, ...) level`")
         if level not in LEVELS:
             raise self.fail(f"{level!r:.80} is not a level; one of {', '.join(LEVELS)}")
-        return name, self._placed(*zip(*axes, strict=True)), level
+        return name, self._placed([(axis[1], axis[2]) for axis in axes if axis is not None]), level
 
-    def _axes(self, reader: LineReader, expected: str) -> Iterator[tuple[str, int]]:
-        if not reader.take("("):
-            raise self.fail(expected)
-        while not reader.take(")"):
-            axis = reader.word()
-            if not axis or not reader.take("=") or not (reader.next().isdigit() and reader.next().isascii()):
-                raise self.fail(expected)
-            size = reader.value()
-            if type(size) is not int or (not reader.take(",") and reader.next() != ")"):
-                raise self.fail(expected)
-            yield axis, size
-
-    def _placed(self, names: tuple[str, ...], shape: tuple[int, ...]) -> Placement:
-        if any(size > MOST_RANKS for size in shape) or math.prod(shape) > MOST_RANKS:
+    def _placed(self, axes: list[tuple[str, str]]) -> Placement:
+        fits = len(axes) <= MOST_AXES and all(len(size) < 10 for _, size in axes)
+        names, shape = tuple(name for name, _ in axes), tuple(int(size) for _, size in axes if fits)
+        if not fits or any(size > MOST_RANKS for size in shape) or math.prod(shape) > MOST_RANKS:
             raise self.fail(_PLACES)
         if self.place is not None:
             if (self.place.names, self.place.hierarchy) != (names, shape):

@@ -36,6 +36,10 @@ NAMELESS = ("seed", "loss")  # roles of which a step has one
 class Printable(Protocol):
     """The parts of a StepGraph that its text holds."""
 
+    name: str
+    placement: Placement
+    level: str
+
     @property
     def nodes(self) -> Iterable[fx.Node]: ...
     @property
@@ -44,12 +48,6 @@ class Printable(Protocol):
     def aux(self) -> Mapping[str, fx.Node]: ...
     @property
     def updates(self) -> Mapping[str, fx.Node]: ...
-    @property
-    def placement(self) -> Placement: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def level(self) -> str: ...
 
 
 def print_graph(graph: Printable, align: bool = True, keep: Callable[[fx.Node], bool] | None = None) -> str:
@@ -119,10 +117,10 @@ def _columns(node: fx.Node, stage: int | None = None) -> tuple[str, str, str]:
 def _tail(node: fx.Node, stage: int | None) -> tuple[str, str]:
     type_, nd = value.type_of(node), value.sbp_of(node)
     if isinstance(type_, tuple):
-        inner = (f"{t}  {_nd_text(s, ())}".rstrip() if t is not None else "_" for t, s in value.results_of(node))
+        inner = (f"{t}  {nd_text(s)}".rstrip() if t is not None else "_" for t, s in value.results_of(node))
         text, rest = f"({', '.join(inner)})", ""
     else:
-        text, rest = str(type_), _nd_text(nd, value.pins_of(node))
+        text, rest = str(type_), nd_text(nd, value.pins_of(node))
     if stage is not None:
         rest += f"{'  ' * bool(rest)}@{stage}"
     role = value.role_of(node)
@@ -131,7 +129,8 @@ def _tail(node: fx.Node, stage: int | None) -> tuple[str, str]:
     return text, rest
 
 
-def _nd_text(nd: Any, pins: tuple[bool, ...]) -> str:
+def nd_text(nd: Any, pins: tuple[bool, ...] = ()) -> str:
+    """``S(0)`` on one axis, ``(S(0), B)`` on several, "" where it is not known; ``!`` where it is pinned."""
     if nd is None:
         return ""
     pins = pins or (False,) * len(nd)

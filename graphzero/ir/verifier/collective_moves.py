@@ -12,8 +12,9 @@ from torch import fx
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.text.printer import nd_text
 from graphzero.ir.transfer import transfer_of
-from graphzero.ir.verifier.violation import check_unmoved, nd_text, violation
+from graphzero.ir.verifier.violation import check_unmoved, violation
 from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.sbp.registry import signatures
 from graphzero.sbp.route import is_possible

@@ -21,14 +21,14 @@ from graphzero.ir import calls, value
 from graphzero.ir.aliases import ANNOTATIONS
 from graphzero.ir.graph import LEVELS, PERSISTENT, StepGraph
 from graphzero.ir.storage.liveness import liveness
-from graphzero.ir.text.printer import op_name
+from graphzero.ir.text.printer import nd_text, op_name
 from graphzero.ir.value import TensorType
 from graphzero.ir.verifier.collective_moves import check_moves
 from graphzero.ir.verifier.memory_spaces import check_spaces
 from graphzero.ir.verifier.stated_types import check_facts, check_sizes, check_stated
 from graphzero.ir.verifier.storage import check_storage
 from graphzero.ir.verifier.stream_order import check_streams
-from graphzero.ir.verifier.violation import nd_text, violation
+from graphzero.ir.verifier.violation import check_unmoved, violation
 from graphzero.sbp.shards import nests
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import Nd, Sbp
@@ -209,7 +209,7 @@ def _check_one(graph: StepGraph, node: fx.Node, where: str, boxed: bool) -> None
             if boxed and len(runs) > 1 and (why := calls.misfit(graph, node, runs, part)):
                 raise violation(node, where, f"'{node.name}' {why}", "Pin it to B on one of the axes before this op")
     elif boxed and node.target in ANNOTATIONS:
-        _check_identity(node, where)
+        check_unmoved(node, value.operand(node), where, "Run `insert_boxing` after passes that move pins")
     elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         source = value.sbp_of(node.args[0])
         if source is not None and source[node.args[1]] != value.sbp_of(node):
@@ -262,13 +262,6 @@ def _short(signature: Signature, most: int = 12) -> str:
     if len(signature.inputs) <= most:
         return str(signature)
     return f"{', '.join(map(str, signature.inputs[:most]))}, ... -> {', '.join(map(str, signature.outputs))}"
-
-
-def _check_identity(node: fx.Node, where: str) -> None:
-    source = value.operand(node)
-    if value.sbp_of(source) != value.sbp_of(node):
-        problem = f"'{node.name}' reads '{source.name}' in another SBP than its own"
-        raise violation(node, where, problem, "Run `insert_boxing` after passes that move pins")
 
 
 def _check_results(graph: StepGraph, where: str) -> None:

@@ -6,8 +6,7 @@ from torch import fx
 
 from graphzero.errors import VerifyError
 from graphzero.ir import value
-from graphzero.ir.text.printer import op_name, print_line
-from graphzero.sbp.types import Nd
+from graphzero.ir.text.printer import nd_text, op_name, print_line
 
 _AROUND, _WIDTH = 2, 150  # lines that are shown on both sides, and characters of one
 
@@ -26,11 +25,6 @@ def violation(node: fx.Node, where: str, problem: str, hint: str) -> VerifyError
     where: after which pass, ``"after pass zero: "`` or nothing.  problem: what is wrong.  hint: the next step.
     """
     return VerifyError(f"{where}{problem}\n\n{_window(node)}\n\n  {hint}")
-
-
-def nd_text(nd: Nd) -> str:
-    """``S(0)`` on one axis, ``(S(0), B)`` on several."""
-    return str(nd[0]) if len(nd) == 1 else str(nd)
 
 
 def _window(node: fx.Node) -> str:

@@ -6,21 +6,26 @@ An op whose index points into a split dim becomes its offset form, which knows w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from graphzero.errors import ConfigError
 from graphzero.ir import calls, ops, value
+from graphzero.ir.aliases import AliasKind, alias_kind, is_name, is_reshape
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.local_calls import DRAWS, is_drawn_apart, local_call, local_sizes
+from graphzero.ir.storage.dense import Orders
 from graphzero.ir.text.printer import print_line
+from graphzero.ir.transfer_layout import local_shape
 from graphzero.ir.value import TensorType
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.boxing.strided_views import copy_strided_pieces
 from graphzero.sbp.shards import cutting, unfold
 
 aten = torch.ops.aten
+CUTS = (ops.slice_shard, aten.expand.default)
+FOLLOWED = (AliasKind.RESHAPE, AliasKind.UNIT, AliasKind.TURN)
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Localize(BuiltinPass):
                 _draw_apart(graph, node)
             elif calls.is_op(node) and (call := local_call(graph, node)) != (node.target, node.args, node.kwargs):
                 node.target, node.args, node.kwargs = call
-        copy_strided_pieces(graph)
+        _copy_strided_pieces(graph)
         graph.level = "local"
         return graph
 
@@ -91,3 +96,64 @@ def _draw_apart(graph: StepGraph, node: fx.Node) -> None:
         with graph.graph.inserting_before(node):
             together = graph.call(node.target, node.args, value.tensor_type(node), sbp=nd, like=node)
         node.target, node.args = ops.relabel, (together,)
+
+
+# ---- views of pieces in other sizes
+
+
+def _copy_strided_pieces(graph: StepGraph) -> None:
+    """Insert the copies that kernels would make unseen, so that the plan counts them and frees what they are of.
+
+    A tensor of global shape may be viewed in other sizes where a rank's piece may not: a slice of columns, or heads
+    that have arrived by all_to_all.  Where the layout of a value is not known, it is taken to be row by row; a copy too
+    few or too many changes no result.
+    """
+    orders = Orders()
+    for node in list(graph.nodes):
+        if is_reshape(node.target) and _needs_copy(graph, node, orders):
+            source = value.operand(node)
+            rows = {"memory_format": torch.contiguous_format}
+            with graph.graph.inserting_before(node):
+                copy = graph.call(aten.clone.default, (source,), value.tensor_type(source), sbp=value.nd_of(source),
+                                  kwargs=rows, like=node)  # fmt: skip
+            node.replace_input_with(source, copy)
+            orders.see(copy)
+        orders.see(node)
+
+
+def _needs_copy(graph: StepGraph, node: fx.Node, orders: Orders) -> bool:
+    """Return whether a view in other sizes shows a piece that was cut out or sent, and needs a copy of it."""
+    views = [node]
+    while _is_followed(source := value.operand(views[-1])):
+        views.append(source)
+    if source.target not in ops.COMMUNICATING and not any(one.target in CUTS for one in views):
+        return False
+    shape = local_shape(graph, source)
+    order = orders.order_of(source) or range(len(shape))
+    piece = torch.empty_permuted(shape, tuple(order), device="meta")
+    try:
+        for one in reversed(views):
+            piece = _view(piece, one, local_shape(graph, one))
+    except RuntimeError:  # torch refuses a view of such strides
+        return True
+    return False
+
+
+def _is_followed(node: fx.Node) -> bool:
+    return node.target in CUTS or is_name(node.target) or alias_kind(node.target) in FOLLOWED
+
+
+def _view(x: Tensor, node: fx.Node, shape: tuple[int, ...]) -> Tensor:
+    """The same view of a rank's piece, which has that shape."""
+    if is_name(node.target):
+        return x
+    if node.target is ops.slice_shard:
+        dim: Any = node.args[1]
+        return x.narrow(dim, 0, shape[dim])
+    if node.target is aten.expand.default:
+        return x.expand(shape)
+    if is_reshape(node.target):
+        return x.view(shape)
+    op: Any = node.target
+    result: Tensor = op(x, *node.args[1:])
+    return result

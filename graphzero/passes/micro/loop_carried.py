@@ -47,7 +47,9 @@ class LoopCarried:
         self.added_up_whole = {node for node, stage in stages.items() if stage in whole_on}
         self.outputs, self.aux, self.updates = graph.outputs, graph.aux, graph.updates
         self.buffers = self._find_buffers(graph)
-        self.results = self._results_by_source()
+        self.results: dict[fx.Node, list[LoopResult]] = {}
+        for result in dict.fromkeys(self._find_results()):
+            self.results.setdefault(result.source, []).append(result)
 
     def _find_buffers(self, graph: StepGraph) -> tuple[str, ...]:
         """Buffers that each micro-batch changes: those that forward changes by values of the micro-batch, and others
@@ -58,12 +60,6 @@ class LoopCarried:
         varying = {n for n in changed if self.updates[n] in self.partition.varying}
         modules = {buffers[name].rpartition(".")[0] for name in varying}
         return tuple(n for n in changed if n in varying or buffers[n].rpartition(".")[0] in modules)
-
-    def _results_by_source(self) -> dict[fx.Node, list[LoopResult]]:
-        results: dict[fx.Node, dict[LoopResult, None]] = {}
-        for result in self._find_results():
-            results.setdefault(result.source, {})[result] = None
-        return {source: list(several) for source, several in results.items()}
 
     def _find_results(self) -> Iterator[LoopResult]:
         """Results that the epilogue and the outputs of the step read."""
@@ -92,13 +88,11 @@ class LoopCarried:
         if have.is_split:
             self.errors.check_plain(source)
             return LoopResult(source, self.types.concatenation_sbp(source_nd, box_nd, have.dim), dim=have.dim)
-        if self._reduces_each(box):  # on the axes that split it; on others ranks add up whole, and reduce once
+        is_gradient = value.has_role(box, "gradient") and box not in self.added_up_whole
+        if self.reduces_each and is_gradient:  # on the axes that split it; on others ranks add up whole, reduce once
             pairs = zip(source_nd, box_nd, strict=True)
             source_nd = tuple(had if had.is_partial and not want.is_split else want for had, want in pairs)
         return LoopResult(source, source_nd, have.reduction)
-
-    def _reduces_each(self, box: fx.Node) -> bool:
-        return self.reduces_each and value.has_role(box, "gradient") and box not in self.added_up_whole
 
     def _mean(self, node: fx.Node) -> LoopResult:
         type_ = value.type_of(node)

@@ -169,10 +169,7 @@ class OpWriter:
         """Add an op that the step did not have; its source line and its role, if it moves a value, are of ``like``."""
         first = args[0] if isinstance(args[0], fx.Node) else None
         type_ = type_ or (value.type_of(first) if first is not None else value.type_of(like))
-        node = self.graph.call(target, args, type_, sbp=nd, phase=_phase(like), name=name)
-        node.meta["source"] = value.source_of(like)
-        if "module" in like.meta:
-            node.meta["module"] = like.meta["module"]
+        node = self.graph.call(target, args, type_, sbp=nd, phase=_phase(like), like=like, name=name)
         role = value.role_of(like)
         if role is not None and role.kind in ("param", "gradient") and target is not aten.clone.default:
             node.meta["role"] = role

@@ -9,7 +9,7 @@ bucket is awaited on the host before the next but one sets out, so that the devi
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import attrgetter
 from typing import Any
@@ -104,10 +104,8 @@ class _Bucket:
     end: int
     first: fx.Node
     last: fx.Node
-
-    def __post_init__(self) -> None:
-        self.launches: dict[fx.Node, fx.Node] = {}
-        self.returns: dict[fx.Node, fx.Node] = {}
+    launches: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    returns: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def joined(self, other: _Bucket) -> _Bucket:
         """One bucket of both, of which ``other`` begins later."""

@@ -31,12 +31,13 @@ from graphzero.errors import CaptureError
 from graphzero.ir import calls, ops, value
 from graphzero.ir.aliases import AliasKind, alias_kind, is_name
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.ragged import Along, Ragged
+from graphzero.ir.ragged import Along
 from graphzero.ops import AS_GLOBAL, AS_LOCAL
 from graphzero.plugins.ragged import indices, parts, whole_dims  # noqa: F401 - which fill TABLE
 from graphzero.plugins.ragged.by_rule import create, speak_for_one
 from graphzero.plugins.ragged.masks import Masks
 from graphzero.plugins.ragged.numbers import write_numbers
+from graphzero.plugins.ragged.shapes import Ragged
 from graphzero.plugins.ragged.sizes import Sizes
 from graphzero.plugins.ragged.table import TABLE
 from graphzero.plugins.ragged.work import Dims, PaddedOp

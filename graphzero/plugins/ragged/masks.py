@@ -11,9 +11,10 @@ from torch import fx
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.ragged import Along, Ragged
+from graphzero.ir.ragged import Along
 from graphzero.ir.value import Role, TensorType
 from graphzero.passes.place.expand import DefinitionWriter
+from graphzero.plugins.ragged.shapes import Ragged
 from graphzero.plugins.ragged.sizes import Formula
 
 aten = torch.ops.aten

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from graphzero.capture import Captured, Input, Inputs
 from graphzero.config import Settings
 from graphzero.errors import ConfigError
-from graphzero.ir.ragged import Along, Ragged
+from graphzero.ir.ragged import Along
 from graphzero.passes.base import is_pattern
-from graphzero.plugins.ragged.shapes import Shapes, fits
+from graphzero.plugins.ragged.shapes import Ragged, Shapes, fits
 from graphzero.runtime.tensors import resplit
 from graphzero.runtime.tensors.shards import global_shape, wrap
 from graphzero.runtime.world.consensus import SIZES, Ranks, digest, tensor_text

@@ -9,6 +9,7 @@ from typing import Any
 
 from graphzero.config import Check, GraphConfig, PluginSetting
 from graphzero.errors import ConfigError
+from graphzero.ir.ragged import PADDING
 from graphzero.passes.base import is_pattern
 
 POWERS = "powers"
@@ -39,6 +40,25 @@ class SizeBuckets:
 
     def __str__(self) -> str:
         return f"{self.name}: {list(self.given) if isinstance(self.given, tuple) else self.given}"
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A ragged dim of a program.
+
+    size: the padded one, of all ranks together.  least: the smallest true size that is padded to it.
+    is_prefix: whether what is padded is after all that was given; else every rank's share has its own end.
+    """
+
+    name: str
+    size: int
+    least: int = 1
+    is_prefix: bool = True
+
+    @property
+    def padding(self) -> str:
+        """The name of the input that says which places are padded."""
+        return PADDING + self.name
 
 
 @dataclass(frozen=True)

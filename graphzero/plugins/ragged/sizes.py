@@ -17,7 +17,8 @@ from torch import fx
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.ragged import Along, Ragged
+from graphzero.ir.ragged import Along
+from graphzero.plugins.ragged.shapes import Ragged
 
 Place = int | str  # of an argument: its number, or its name
 # what factors of a count have more than a ragged dim

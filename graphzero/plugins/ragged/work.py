@@ -10,9 +10,10 @@ from torch import fx
 
 from graphzero.errors import CaptureError
 from graphzero.ir import value
-from graphzero.ir.ragged import Along, Ragged
+from graphzero.ir.ragged import Along
 from graphzero.ir.text.printer import print_line
 from graphzero.plugins.ragged.masks import Masks
+from graphzero.plugins.ragged.shapes import Ragged
 from graphzero.plugins.ragged.sizes import Place, Sizes
 
 Dims = tuple[Along, ...]  # in order: a set has another one in each process, and ranks must write one program
