@@ -19,7 +19,9 @@ from graphzero._compat.distributed import (
 from graphzero._compat.inductor import (
     clear_workspaces, end_failed_capture, inductor_compile, inductor_folder, inductor_lacks,
 )  # fmt: skip
-from graphzero._compat.interrupts import assigned, contextmanager, cpu_by_default, forget_change, note_change, undoing
+from graphzero._compat.interrupts import (
+    assigned, contextmanager, cpu_by_default, forget_change, note_change, patched, undoing,
+)  # fmt: skip
 from graphzero._compat.modes import (
     answers_whether_traced, autograd_under, below_autograd, compiled_functions_inline, device_asked, dynamo_runs,
     flex_attention_check, is_compiling, modes_are_on, no_modes, outside_inference_mode, sequence_number, without_modes,
@@ -33,8 +35,8 @@ from graphzero._compat.tracing import (
     ASSERT, ASSERT_ASYNC, MODULE_CALL, add_node, annotate, arguments, assert_condition, checks_given_to, compile_guards,
     constant_of, foreach_lerp_, forget_fakes, forget_names, functional_value, functions, guarded_number, inferring,
     input_nodes, is_traced_after, keep_constant, kept_symbolic, last_traced, make_fx, new_symbol, preserve_node_meta,
-    properties, reparametrize, set_arguments, shape_env, small_constants, symbol_name, traced_call, traced_from,
-    unknown,
+    properties, reparametrize, set_arguments, shape_env, silent_fakes, small_constants, symbol_name, traced_call,
+    traced_from, unknown,
 )  # fmt: skip
 
 LazyGraphModule = _lazy_graph_module._LazyGraphModule

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphzero._compat.interrupts import contextmanager
+from graphzero._compat.interrupts import contextmanager, patched
 
 
 def dynamo_runs() -> bool:
@@ -36,15 +36,9 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
 _AS_IT_IS = nullcontext()
 
 
-@contextmanager
-def is_compiling() -> Iterator[None]:
+def is_compiling() -> AbstractContextManager[Any]:
     """torch's own "a graph is being traced" flag, on which optimizers drop their host reads."""
-    before = torch.compiler._is_compiling_flag
-    try:
-        torch.compiler._is_compiling_flag = True
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    return patched(torch.compiler, "_is_compiling_flag", True)
 
 
 class _NoFake:
@@ -136,24 +130,19 @@ def no_modes() -> Any:
     return _disable_current_modes()
 
 
-@contextmanager
-def autograd_under(mode: TorchFunctionMode) -> Iterator[None]:
+def autograd_under(mode: TorchFunctionMode) -> AbstractContextManager[Any]:
     """Python code that autograd runs in this thread, what is recomputed among it, runs under ``mode``, as forward does.
 
     torch leaves a mode for as long as it handles a call of ``backward()``.
     """
     autograd: Any = torch.autograd
-    thread, original = get_ident(), autograd._engine_run_backward
+    original = autograd._engine_run_backward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with mode if get_ident() == thread else nullcontext():
+        with mode:
             return original(*args, **kwargs)
 
-    try:
-        autograd._engine_run_backward = run
-        yield
-    finally:
-        autograd._engine_run_backward = original
+    return patched(autograd, "_engine_run_backward", run)
 
 
 def below_autograd() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from operator import attrgetter
 from types import FrameType
@@ -20,7 +21,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.nn.utils import stateless
 
-from graphzero._compat.interrupts import contextmanager, undoing
+from graphzero._compat.interrupts import contextmanager, patched
 
 if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -145,26 +146,22 @@ def symbol_name(number: Any) -> str:
 
 
 @contextmanager
-def kept_symbolic(names: Callable[[], set[str]], refuse: Callable[[], Exception]) -> Iterator[None]:
+def kept_symbolic(names: set[str], refuse: Callable[[], Exception]) -> Iterator[None]:
     """Raise ``refuse()`` where an expression of symbols of ``names`` is asked for its present number."""
     from torch.fx.experimental.sym_node import SymNode
 
-    before = {name: getattr(SymNode, name) for name in ("guard_int", "guard_float")}
-
-    def stand_in(name: str) -> Callable[..., Any]:
+    def guarding(original: Callable[..., Any]) -> Callable[..., Any]:
         def guard(self: Any, *args: Any) -> Any:
-            if not names().isdisjoint(map(str, self.expr.free_symbols)):
+            if not names.isdisjoint(map(str, self.expr.free_symbols)):
                 raise refuse()
-            return before[name](self, *args)
+            return original(self, *args)
 
         return guard
 
-    def put(guards: Mapping[str, Any]) -> None:
-        for name, function in guards.items():
-            setattr(SymNode, name, function)
-
-    with undoing(lambda: put(before)):
-        put({name: stand_in(name) for name in before})
+    with (
+        patched(SymNode, "guard_int", guarding(SymNode.guard_int)),
+        patched(SymNode, "guard_float", guarding(SymNode.guard_float)),
+    ):
         yield
 
 
@@ -193,15 +190,9 @@ def compile_guards(env: ShapeEnv) -> tuple[Callable[[dict[str, float]], bool], s
     return (lambda values: bool(eval(code, dict(SYMPY_INTERP), values))), set().union(*conditions.values())
 
 
-@contextmanager
-def small_constants(most: int) -> Iterator[None]:
+def small_constants(most: int) -> AbstractContextManager[Any]:
     """Fakes that follow from Python's numbers alone keep their values, up to ``most`` elements."""
-    before = fake_tensor.CONSTANT_NUMEL_LIMIT
-    try:
-        fake_tensor.CONSTANT_NUMEL_LIMIT = most
-        yield
-    finally:
-        fake_tensor.CONSTANT_NUMEL_LIMIT = before
+    return patched(fake_tensor, "CONSTANT_NUMEL_LIMIT", most)
 
 
 def keep_constant(fake: Any, value: Tensor) -> None:
@@ -243,8 +234,7 @@ def assert_condition(condition: Any, message: str) -> None:
 foreach_lerp_: Callable[..., Any] = torch._foreach_lerp_
 
 
-@contextmanager
-def checks_given_to(taken: Callable[[type[Exception], Any, Any], bool]) -> Iterator[None]:
+def checks_given_to(taken: Callable[[type[Exception], Any, Any], bool]) -> AbstractContextManager[Any]:
     """``torch._check`` and all of its kind ask ``taken(error type, condition, message)`` first."""
     original = torch._check_with
 
@@ -252,11 +242,7 @@ def checks_given_to(taken: Callable[[type[Exception], Any, Any], bool]) -> Itera
         if not taken(error_type, cond, message):
             original(error_type, cond, message)
 
-    try:
-        torch._check_with = check
-        yield
-    finally:
-        torch._check_with = original
+    return patched(torch, "_check_with", check)
 
 
 def functions() -> Any:
@@ -267,14 +253,13 @@ def functions() -> Any:
 @contextmanager
 def inferring() -> Iterator[None]:
     """Tensors made here have shapes and no data; an op that cannot work so raises, and torch's log stays silent."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.disabled
-    try:
-        log.disabled = True
-        with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
-            yield
-    finally:
-        log.disabled = before
+    with silent_fakes(), FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
+        yield
+
+
+def silent_fakes() -> AbstractContextManager[Any]:
+    """torch's log of ops that cannot work on fakes stays silent."""
+    return patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 arguments = attrgetter("_args", "_kwargs")  # of a node, as ``args`` and ``kwargs`` give them, in one step

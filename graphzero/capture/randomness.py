@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from graphzero import _compat
-from graphzero.capture.objects.patches import patched
 from graphzero.capture.problems import problem_here
 from graphzero.ops import UNIFORM_LIKE
 
@@ -67,8 +66,8 @@ class Draws:
 
         with ExitStack() as stack:
             for holder in (torch, torch.random):
-                stack.enter_context(patched(holder, "get_rng_state", read))
-                stack.enter_context(patched(holder, "set_rng_state", write))
+                stack.enter_context(_compat.patched(holder, "get_rng_state", read))
+                stack.enter_context(_compat.patched(holder, "set_rng_state", write))
             yield
 
     def table(self) -> dict[Any, Callable[..., Any]]:

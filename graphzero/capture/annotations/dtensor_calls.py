@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphzero import _compat
 from graphzero.capture.annotations.pins import pin_value
-from graphzero.capture.objects.patches import patched
 from graphzero.sbp.dtensor import from_placements
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Sbp
@@ -50,11 +49,13 @@ def dtensor_calls(placement: Placement) -> Iterator[None]:
         return pinned[key][1]
 
     with ExitStack() as stack:
-        stack.enter_context(patched(DTensor, "from_local", staticmethod(from_local)))
+        stack.enter_context(_compat.patched(DTensor, "from_local", staticmethod(from_local)))
         for name in ("to_local", "full_tensor"):
-            stack.enter_context(patched(Tensor, name, same))
-        stack.enter_context(patched(Tensor, "redistribute", redistribute))
-        stack.enter_context(patched(Tensor, "placements", ()))  # no DTensor's, so that hooks which compare redistribute
+            stack.enter_context(_compat.patched(Tensor, name, same))
+        stack.enter_context(_compat.patched(Tensor, "redistribute", redistribute))
+        stack.enter_context(
+            _compat.patched(Tensor, "placements", ())
+        )  # no DTensor's, so that hooks which compare redistribute
         yield
 
 

@@ -32,7 +32,6 @@ from graphzero.capture.guards.guarded_values import (
     values_match,
 )
 from graphzero.capture.guards.referenced_names import ReferencedNames
-from graphzero.capture.objects.patches import patched
 from graphzero.ir.source_location import is_project, line_of
 
 _OPAQUE_TYPES = (*FUNCTION_TYPES, MethodType, ModuleType, type, Tensor, nn.Module, Optimizer)
@@ -111,7 +110,9 @@ class AttributeGuards:
     def _record_reads_of(self, kind: type) -> None:
         if kind not in self._patched:
             self._patched.add(kind)
-            self._patches.enter_context(patched(kind, "__getattribute__", self._recording(kind.__getattribute__)))
+            self._patches.enter_context(
+                _compat.patched(kind, "__getattribute__", self._recording(kind.__getattribute__))
+            )
 
     def _recording(self, original: Any) -> Any:
         def getattribute(owner: Any, name: str) -> Any:
@@ -160,7 +161,7 @@ def forward_tensor_attributes(reals: RealTensors, guards: AttributeGuards) -> It
                 return value
         raise AttributeError(f"{type(fake).__name__!r} object has no attribute {name!r}")
 
-    with patched(Tensor, "__getattr__", getattr_of_real):
+    with _compat.patched(Tensor, "__getattr__", getattr_of_real):
         yield
 
 

@@ -21,7 +21,6 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from graphzero import _compat
-from graphzero.capture.objects.patches import patched
 from graphzero.ir.source_location import is_project
 
 _SYMBOLIC = (torch.SymFloat, torch.SymInt)
@@ -187,7 +186,7 @@ def math_of_inputs() -> Iterator[None]:
         for space in (math, cmath, *projects):
             for name, x in list(vars(space).items()):
                 if type(x) is BuiltinFunctionType and id(x) in functions:
-                    stack.enter_context(patched(space, name, _of_inputs(x)))
+                    stack.enter_context(_compat.patched(space, name, _of_inputs(x)))
         yield
 
 

@@ -25,7 +25,6 @@ from graphzero import _compat
 from graphzero.capture.annotations.local_regions import condition_of_all_ranks
 from graphzero.capture.host_values.branches import caller, check_at
 from graphzero.capture.host_values.number import HostNumber
-from graphzero.capture.objects.patches import patched
 from graphzero.capture.problems import problem, problem_here
 from graphzero.errors import CaptureError
 from graphzero.ir.source_location import is_project, user_frame
@@ -255,8 +254,8 @@ class ValueReads:
 
         with ExitStack() as stack:
             for function in (math.isnan, math.isinf, math.isfinite):
-                stack.enter_context(patched(math, function.__name__, takes_numbers(function)))
-            stack.enter_context(patched(torch, "_assert", asserts(_compat.ASSERT)))
+                stack.enter_context(_compat.patched(math, function.__name__, takes_numbers(function)))
+            stack.enter_context(_compat.patched(torch, "_assert", asserts(_compat.ASSERT)))
             stack.enter_context(_compat.checks_given_to(self._checked_by_torch))
             yield
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from graphzero import _compat
 from graphzero.capture.host_values.number import HostNumber
-from graphzero.capture.objects.patches import patched
 from graphzero.ir.known_ops import ARITHMETIC
 
 _OPS = {name.removeprefix("torch._sym_"): op for name, op in ARITHMETIC.items() if name.startswith("torch._sym_")}
@@ -75,9 +74,9 @@ def symbolic_math(cls: type) -> Iterator[None]:
     """``math``, and what modules that define ``cls`` and its bases have imported of it, take symbolic numbers."""
     with ExitStack() as stack:
         for name, function in FUNCTIONS.items():
-            stack.enter_context(patched(math, name, function))
+            stack.enter_context(_compat.patched(math, name, function))
         for module in {base.__module__ for base in cls.__mro__} - {"builtins", "math"}:
             for name, x in list(vars(sys.modules.get(module, math)).items()):
                 if id(x) in _NAME_OF and module in sys.modules:
-                    stack.enter_context(patched(sys.modules[module], name, FUNCTIONS[_NAME_OF[id(x)]]))
+                    stack.enter_context(_compat.patched(sys.modules[module], name, FUNCTIONS[_NAME_OF[id(x)]]))
         yield

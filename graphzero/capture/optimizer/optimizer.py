@@ -271,7 +271,7 @@ def _traced(index: int, stepping: OptimizerTracer, members: list[SteppedParamete
     paths = [None if label[0] == "hyper" else label[1] for label in labels]
     try:
         counts = {symbol for symbol, hyper in symbols.items() if hyper.carried}
-        numbered = _compat.kept_symbolic(lambda: counts, lambda: fixed_number(stepping.optimizer))
+        numbered = _compat.kept_symbolic(counts, lambda: fixed_number(stepping.optimizer))
         with mode, numbered, _compat.preserve_node_meta(), _compat.annotate({"phase": "update", "source": ""}):
             module = trace_branches(program, values, paths, stepping.name)
     except CaptureError:

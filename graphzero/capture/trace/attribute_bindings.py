@@ -18,7 +18,6 @@ from graphzero import _compat
 from graphzero.capture.guards.attribute_guards import AttributeGuards
 from graphzero.capture.host_values.number import HostNumber
 from graphzero.capture.objects.object_snapshot import DictSnapshot, ObjectSnapshot, TensorSnapshot
-from graphzero.capture.objects.patches import patched
 from graphzero.capture.objects.scope_snapshot import GlobalsSnapshot
 from graphzero.capture.problems import place_of, problem
 from graphzero.capture.trace.captured_constants import CapturedConstants
@@ -79,9 +78,9 @@ class AttributeBindings:
         with ExitStack() as stack:
             for kind in kinds:
                 for name in ("__setattr__", "__delattr__"):
-                    stack.enter_context(patched(kind, name, self._noting(getattr(kind, name))))
+                    stack.enter_context(_compat.patched(kind, name, self._noting(getattr(kind, name))))
             for name in ("register_buffer", "register_parameter", "add_module"):
-                stack.enter_context(patched(nn.Module, name, self._noting(getattr(nn.Module, name))))
+                stack.enter_context(_compat.patched(nn.Module, name, self._noting(getattr(nn.Module, name))))
             yield
 
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:

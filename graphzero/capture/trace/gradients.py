@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 
 from graphzero import _compat
 from graphzero.capture.annotations.local_regions import refuse_inside
-from graphzero.capture.objects.patches import patched
 from graphzero.capture.problems import place_of, problem, problem_here
 from graphzero.capture.spec import Step
 from graphzero.capture.trace.casts import ParameterCasts, is_master, of_masters
@@ -56,11 +55,11 @@ class GradientRecorder:
         """While this is open, what build calls to make or clear gradients of ``params`` is what the step needs."""
         with ExitStack() as stack:
             backward = self._begins(torch.autograd.backward, params)
-            stack.enter_context(patched(Tensor, "backward", backward))
-            stack.enter_context(patched(torch.autograd, "backward", backward))
-            stack.enter_context(patched(torch.autograd, "grad", self._asks(torch.autograd.grad, params)))
+            stack.enter_context(_compat.patched(Tensor, "backward", backward))
+            stack.enter_context(_compat.patched(torch.autograd, "backward", backward))
+            stack.enter_context(_compat.patched(torch.autograd, "grad", self._asks(torch.autograd.grad, params)))
             for holder in (nn.Module, torch.optim.Optimizer):
-                stack.enter_context(patched(holder, "zero_grad", self._clears(holder.zero_grad, params)))
+                stack.enter_context(_compat.patched(holder, "zero_grad", self._clears(holder.zero_grad, params)))
             yield
         if self._cleared is not None:
             raise self._cleared

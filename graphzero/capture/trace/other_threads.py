@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from graphzero import _compat
-from graphzero.capture.objects.patches import patched
 from graphzero.errors import CaptureError
 from graphzero.logs.progress import ProgressThread
 
@@ -56,7 +55,7 @@ def blocking_other_threads(root: nn.Module) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name in _READS:
-            stack.enter_context(patched(nn.Module, name, waiting(getattr(nn.Module, name)), everywhere=True))
+            stack.enter_context(_compat.patched(nn.Module, name, waiting(getattr(nn.Module, name)), everywhere=True))
         stack.enter_context(_compat.undoing(over.set))
         for module in modules.values():
             for name in _REGISTERS:

@@ -17,7 +17,6 @@ from torch.autograd.profiler import record_function
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphzero import _compat
-from graphzero.capture.objects.patches import patched
 from graphzero.capture.problems import first_line, problem_here
 from graphzero.capture.randomness import SEEDS
 from graphzero.errors import CaptureError
@@ -63,23 +62,25 @@ def forbidding_calls(build: CodeType | None) -> Iterator[None]:
     with ExitStack() as stack:
         enter = stack.enter_context
         for holder in (torch, torch.random):
-            enter(patched(holder, "manual_seed", refuse(*SEEDS)))
-            enter(patched(holder, "seed", refuse(*SEEDS)))
-        enter(patched(torch, "set_default_device", refuse(*_DEVICE)))
-        enter(patched(torch, "set_anomaly_enabled", lambda *args, **kwargs: None))
-        enter(patched(torch.amp.GradScaler, "scale", refuse(*_SCALER)))
-        enter(patched(nn.Module, "_apply", _converting(nn.Module._apply, build)))
+            enter(_compat.patched(holder, "manual_seed", refuse(*SEEDS)))
+            enter(_compat.patched(holder, "seed", refuse(*SEEDS)))
+        enter(_compat.patched(torch, "set_default_device", refuse(*_DEVICE)))
+        enter(_compat.patched(torch, "set_anomaly_enabled", lambda *args, **kwargs: None))
+        enter(_compat.patched(torch.amp.GradScaler, "scale", refuse(*_SCALER)))
+        enter(_compat.patched(nn.Module, "_apply", _converting(nn.Module._apply, build)))
         hooks: list[Any] = []
         enter(_compat.undoing(lambda: [hook.remove() for hook in hooks]))
         hooks.append(register_optimizer_step_pre_hook(refuse(*_OTHER_STEP)))
         # A profiler's label is not part of a step; optimizer.zero_grad() sets one.
-        enter(patched(record_function, "__enter__", lambda self: self))
-        enter(patched(record_function, "__exit__", lambda self, *error: None))
-        enter(patched(logging, "raiseExceptions", False))  # what a log record asks of a tensor is said by our error
+        enter(_compat.patched(record_function, "__enter__", lambda self: self))
+        enter(_compat.patched(record_function, "__exit__", lambda self, *error: None))
+        enter(
+            _compat.patched(logging, "raiseExceptions", False)
+        )  # what a log record asks of a tensor is said by our error
         enter(_compat.compiled_functions_inline())
         flex = _compat.flex_attention_check()
         if flex is not None:
-            enter(patched(*flex, refuse(*FLEX_ATTENTION)))
+            enter(_compat.patched(*flex, refuse(*FLEX_ATTENTION)))
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import CodeType
@@ -16,7 +15,6 @@ from graphzero import _compat
 from graphzero.capture.annotations.dtensor_calls import dtensor_calls
 from graphzero.capture.host_values.sync_free_functions import batch_norm
 from graphzero.capture.objects.object_snapshot import DictSnapshot, restore_all
-from graphzero.capture.objects.patches import patched
 from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.spec import OptimizerSpec
 from graphzero.capture.trace.attention import attention
@@ -48,25 +46,20 @@ def tracing_context(placement: Placement) -> Iterator[None]:
     CUDA it does with them what it does there.
     """
     device_type = placement.device_type
-    fast = torch.backends.mha.get_fastpath_enabled()
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
     with ExitStack() as stack:
-        stack.enter_context(_compat.undoing(lambda: torch.backends.mha.set_fastpath_enabled(fast)))
-        torch.backends.mha.set_fastpath_enabled(False)
+        torch.backends.mha.set_fastpath_enabled(False)  # set again by ``restoring_process_state``
         stack.enter_context(_compat.without_mkldnn())  # else a whole LSTM layer is one op
-        stack.enter_context(_compat.undoing(lambda: log.setLevel(level)))
-        log.setLevel(logging.CRITICAL)  # what fails is said by the CaptureError
+        stack.enter_context(_compat.silent_fakes())  # what fails is said by the CaptureError
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it looks at values, of which there are none
         stack.enter_context(dtensor_calls(placement))
-        stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
-        stack.enter_context(patched(_compat.functions(), "dropout", _dropout))
-        stack.enter_context(patched(nn.modules.batchnorm._BatchNorm, "forward", batch_norm))
+        stack.enter_context(_compat.patched(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(_compat.patched(_compat.functions(), "dropout", _dropout))
+        stack.enter_context(_compat.patched(nn.modules.batchnorm._BatchNorm, "forward", batch_norm))
         if device_type != "cpu":
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype(device_type)))
-            stack.enter_context(patched(torch.autocast, "__init__", _autocast_of(device_type)))
+            stack.enter_context(_compat.patched(torch.autocast, "__init__", _autocast_of(device_type)))
         if device_type == "cuda":
             stack.enter_context(cuda_autocast())
         yield
@@ -87,7 +80,7 @@ def forbidding_optimizer_steps(specs: list[OptimizerSpec], build: CodeType | Non
     groups = [DictSnapshot(group) for group, _ in saved]
     with ExitStack() as stack:
         for spec in specs:
-            stack.enter_context(patched(spec.optimizer, "step", no_step))
+            stack.enter_context(_compat.patched(spec.optimizer, "step", no_step))
         with _compat.undoing(lambda: restore_all(groups)):
             yield
             numbers = [
