@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import CodeType
 from typing import Any
@@ -32,6 +33,7 @@ _REFUSED = {  # class of a module, or of a base of it -> what it is, and what to
         "give the Python module that it was made from, without torch.jit.script or torch.jit.trace",
     ),
 }  # fmt: skip
+_traced: ContextVar[CodeType | None] = ContextVar("graphzero_traced", default=None)
 _met: ContextVar[list[CaptureError] | None] = ContextVar("graphzero_problems", default=None)
 
 
@@ -49,9 +51,24 @@ def problem(what: str, hint: str, where: list[str] | None = None, facts: Iterabl
     return CaptureError("\n".join(lines))
 
 
-def problem_here(what: str, hint: str, build: CodeType | None = None, facts: Iterable[str] = ()) -> CaptureError:
+def tracing(function: Callable[..., Any]) -> AbstractContextManager[None]:
+    """While this is open, ``function`` of the user's is being traced: lines of problems end there."""
+    return _compat.assigned(_traced, getattr(function, "__code__", None))
+
+
+def traced_code() -> CodeType | None:
+    """The code of the function that is being traced."""
+    return _traced.get()
+
+
+def user_lines() -> list[str]:
+    """The user's lines that are running now, innermost first."""
+    return user_frames(limit=3, until=traced_code())
+
+
+def problem_here(what: str, hint: str) -> CaptureError:
     """A CaptureError about the line that is running now."""
-    return record_problem(problem(what, hint, user_frames(limit=3, until=build), facts))
+    return record_problem(problem(what, hint, user_lines()))
 
 
 def record_problem(error: CaptureError) -> CaptureError:

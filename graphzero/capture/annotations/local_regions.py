@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from types import CodeType
 from typing import Any
 
 import torch
@@ -72,10 +71,10 @@ def condition_of_all_ranks(ok: Tensor) -> Tensor:
     return met.bool()
 
 
-def refuse_inside(what: str, hint: str, build: CodeType | None = None) -> None:
+def refuse_inside(what: str, hint: str) -> None:
     """Raise CaptureError where per-rank code is being traced."""
     if _inside.get() is not None:
-        raise problem_here(what, hint, build)
+        raise problem_here(what, hint)
 
 
 # ---- tracing
@@ -84,16 +83,16 @@ def refuse_inside(what: str, hint: str, build: CodeType | None = None) -> None:
 class TracedRegions:
     """Carries out the regions of one trace.
 
-    placement, draws, build: of the step that is traced.
+    placement, draws: of the step that is traced.
     """
 
-    def __init__(self, placement: Placement, draws: Draws, build: CodeType | None) -> None:
-        self.placement, self.draws, self.build = placement, draws, build
+    def __init__(self, placement: Placement, draws: Draws) -> None:
+        self.placement, self.draws = placement, draws
 
     def __call__(
         self, fn: Callable[..., Any], in_sbp: Any, out_sbp: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        refuse_inside("a local_region is nested in a local_region", _NESTED, self.build)
+        refuse_inside("a local_region is nested in a local_region", _NESTED)
         flat, spec = pytree.tree_flatten((args, kwargs))
         count = sum(isinstance(x, Tensor) for x in flat)
         ends = RegionSignature(in_sbp, count, out_sbp, self.placement)
@@ -104,7 +103,7 @@ class TracedRegions:
         with self._inside_of(ends), outer:
             results, out_spec = checked_results(fn(*given_args, **given_kwargs))
         results = [outer.local(y) if isinstance(y, Tensor) else y for y in results]
-        outer.check(self.build)
+        outer.check()
         outs = enumerate(ends.outs_of(sum(isinstance(y, Tensor) for y in results)))
         whole = [self._global(y, ends, *next(outs)) if isinstance(y, Tensor) else y for y in results]
         return pytree.tree_unflatten(whole, out_spec)
@@ -165,12 +164,12 @@ class _RegionMode(TorchFunctionMode):
         self.given.append((what, local, local._version))
         return local
 
-    def check(self, build: CodeType | None) -> None:
+    def check(self) -> None:
         """Refuse a function that has written into what it was given."""
         for what, local, version in self.given:
             if local._version != version:
                 hint = _OUTER if what.endswith("outside") else _WRITES
-                raise problem_here(f"the function of a local_region writes in place to {what}", hint, build)
+                raise problem_here(f"the function of a local_region writes in place to {what}", hint)
 
 
 # ---- the captured graph

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,9 +34,9 @@ aten = torch.ops.aten
 _SHAPE: Any = Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
-def data_dependent_shape_problem(what: str, build: CodeType | None) -> CaptureError:
+def data_dependent_shape_problem(what: str) -> CaptureError:
     """The shape of a result depends on values."""
-    return problem_here(f"the shape of a result depends on data: {what}", SHAPE_HINT, build)
+    return problem_here(f"the shape of a result depends on data: {what}", SHAPE_HINT)
 
 
 class MaskedSelection(Tensor):
@@ -72,7 +71,7 @@ def select_by_mask(value_reads: ValueReads, x: Tensor, index: Any) -> MaskedSele
         return None
     with torch.no_grad():
         rows = HostNumber(mask.sum(), value_reads)
-    problem = data_dependent_shape_problem("indexing by a boolean mask", value_reads.build)
+    problem = data_dependent_shape_problem("indexing by a boolean mask")
     withdraw_problem(problem)
     with _compat.without_modes():
         selection: MaskedSelection = torch.empty(0).as_subclass(MaskedSelection)

@@ -14,7 +14,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from types import CodeType
 from typing import Any
 
 import torch
@@ -84,12 +83,10 @@ def _filled(message: str, variables: Mapping[str, Any]) -> str:
     return re.sub(r"\{(\w+)\}", word, message)
 
 
-def read_problem(
-    what: str, where: list[str] | None = None, build: CodeType | None = None, hint: str = _HINT
-) -> CaptureError:
+def read_problem(what: str, where: list[str] | None = None, hint: str = _HINT) -> CaptureError:
     """build needs the value of a tensor; ``where``: its lines, by default those that run now."""
     text = f"build reads a value: {what}"
-    return problem_here(text, hint, build) if where is None else problem(text, hint, where)
+    return problem_here(text, hint) if where is None else problem(text, hint, where)
 
 
 class ValueReads:
@@ -100,8 +97,7 @@ class ValueReads:
     made texts of values.
     """
 
-    def __init__(self, build: CodeType | None) -> None:
-        self.build = build
+    def __init__(self) -> None:
         self.checks: list[Tensor] = []
         self.sources: list[str] = []
         self.texts: dict[str, None] = {}
@@ -128,7 +124,7 @@ class ValueReads:
         sources = _compat.traced_from(x)
         kinds = {"state"} if sources is None else {self.sources[i] for i in sources}
         hint = _OF_DRAWS if "seed" in kinds else _OF_INPUTS if kinds == {"input"} else _HINT
-        return read_problem(what, build=self.build, hint=hint)
+        return read_problem(what, hint=hint)
 
     def host_problem(self, x: Tensor) -> CaptureError:
         """An op that takes numbers of Python's needs that of ``x``."""

@@ -32,7 +32,7 @@ from graphzero.capture.objects.snapshot_diff import describe_changes
 from graphzero.capture.optimizer.branches import BranchOutcomes
 from graphzero.capture.optimizer.host_math import symbolic_math
 from graphzero.capture.optimizer.step_functions import FusedSteps, HostNumbers
-from graphzero.capture.problems import place_of, problem, problem_here
+from graphzero.capture.problems import place_of, problem, problem_here, tracing
 from graphzero.capture.trace.captured_constants import CapturedConstants, ConstantMessages, written_by
 from graphzero.errors import CaptureError
 from graphzero.ir.source_location import user_frame
@@ -63,7 +63,6 @@ class OptimizerTracer:
     def __init__(self, optimizer: Optimizer, index: int = 0, paths: Mapping[int, str] | None = None) -> None:
         self.optimizer, self.index, self.paths = optimizer, index, paths or {}
         self.name, self.step = type(optimizer).__name__, _compat.unhooked_step(optimizer)
-        self.code = getattr(getattr(self.step, "__func__", self.step), "__code__", None)
         self.groups, self.state = optimizer.param_groups, optimizer.state
         self.owned = {id(p): p for group in self.groups for p in group["params"]}
         own = [self.groups, self.state, *self.groups, *(group["params"] for group in self.groups)]
@@ -191,7 +190,7 @@ class OptimizerTracer:
     def _watching(self, stand_ins: Mapping[int, Tensor], mode: _compat.FakeTensorMode | None) -> Iterator[None]:
         with ExitStack() as stack:
             if self.guards is not None:
-                free = None if mode is None else CapturedConstants(mode, self._by_path, self.code, self._words())
+                free = None if mode is None else CapturedConstants(mode, self._by_path, self._words())
                 self.free += [] if free is None else [free]
                 stack.enter_context(self.guards)
                 reals = {id(x): (self.owned[key], self._path(key)) for key, x in stand_ins.items()}
@@ -213,7 +212,7 @@ class OptimizerTracer:
 
     def take_step(self) -> None:
         """A step on real tensors."""
-        with torch.no_grad(), _compat.is_compiling(), _Calls(self):
+        with torch.no_grad(), _compat.is_compiling(), tracing(self.step), _Calls(self):
             self.step()
 
     def _check_state(self, state: Any) -> None:
@@ -249,7 +248,7 @@ class OptimizerTracer:
     def check_written(self, x: Tensor) -> None:
         """Refuse a write to a tensor that the optimizer reaches."""
         if _compat.storage_id(x) in self._storages:
-            raise problem_here(f"{self.name}.step() writes to a tensor of the user's", _KEEP, self.code)
+            raise problem_here(f"{self.name}.step() writes to a tensor of the user's", _KEEP)
 
     @cached_property
     def _by_path(self) -> dict[str, Tensor]:
@@ -266,7 +265,6 @@ class OptimizerTracer:
         return problem_here(
             f"{self.name}.step() reaches {self._path(id(x))} itself{inside}, in a way that capture does not follow",
             "reach parameters by self.param_groups, or by lists, dicts and other attributes of the optimizer",
-            self.code,
         )
 
     # ---- what it has read

@@ -19,10 +19,9 @@ from graphzero.capture.guards.attribute_guards import AttributeGuards
 from graphzero.capture.host_values.number import HostNumber
 from graphzero.capture.objects.object_snapshot import DictSnapshot, ObjectSnapshot, TensorSnapshot
 from graphzero.capture.objects.scope_snapshot import GlobalsSnapshot
-from graphzero.capture.problems import place_of, problem
+from graphzero.capture.problems import place_of, problem, user_lines
 from graphzero.capture.trace.captured_constants import CapturedConstants
 from graphzero.errors import CaptureError
-from graphzero.ir.source_location import user_frames
 
 _REGISTERS = ("_parameters", "_buffers", "_modules")
 _KINDS = dict(zip(_REGISTERS, ("parameter", "buffer", "module"), strict=True))
@@ -58,7 +57,7 @@ class AttributeBindings:
     """
 
     def __init__(self, root: nn.Module, build: Callable[..., Any]) -> None:
-        self.build, self.code = build, getattr(build, "__code__", None)
+        self.build = build
         self.owner = getattr(build, "__self__", None)
         self.modules = {path: module for path, module in root.named_modules() if path}
         self._of_step = {id(x) for x in (*self.modules.values(), self.owner)}
@@ -86,7 +85,7 @@ class AttributeBindings:
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def bind(holder: Any, name: str, *args: Any, **kwargs: Any) -> Any:
             if id(holder) in self._of_step:
-                self._lines[id(holder), name] = user_frames(limit=3, until=self.code)
+                self._lines[id(holder), name] = user_lines()
                 versions = self._bound_to.setdefault((id(holder), name), {})
                 for x in args:
                     if isinstance(x, Tensor):

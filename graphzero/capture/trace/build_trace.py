@@ -31,7 +31,7 @@ from graphzero.capture.host_values.number import HostNumber
 from graphzero.capture.host_values.value_reads import PLACES, ValueReads, read_problem
 from graphzero.capture.objects import pytrees as tree
 from graphzero.capture.objects.side_effects import restoring_side_effects
-from graphzero.capture.problems import first_line, problem, raising_recorded_problems
+from graphzero.capture.problems import first_line, problem, raising_recorded_problems, tracing
 from graphzero.capture.randomness import Draws
 from graphzero.capture.rewrite import decompositions
 from graphzero.capture.rewrite.functionalize import functionalize_writes
@@ -98,13 +98,13 @@ class BuildTrace:
         self.params = dict(root.named_parameters())
         self.buffers = dict(root.named_buffers())
         self.code = getattr(step.build, "__code__", None)
-        self.free = CapturedConstants(self.mode, {**self.params, **self.buffers}, self.code)
-        self.value_reads = ValueReads(self.code)
+        self.free = CapturedConstants(self.mode, {**self.params, **self.buffers})
+        self.value_reads = ValueReads()
         paths = {id(module): path for path, module in root.named_modules() if path}
         self.watch = OpMode(self.free, self.value_reads, paths)
         self.value_reads.paused = lambda: self.watch.running  # what backward recomputes was checked in forward
         self.casts = ParameterCasts(None)
-        self.gradients = GradientRecorder(step, self.watch, self.code)
+        self.gradients = GradientRecorder(step, self.watch)
         self.out: list[Any] = []
         self.out_spec: Any = None
         self.counts: list[int] = []
@@ -149,12 +149,13 @@ class BuildTrace:
             return self._build(batch, scalars, params, buffers)
 
         place = self.step.placement
-        around, inside = tracing_context(place), regions(TracedRegions(place, draws, self.code))
+        around, inside = tracing_context(place), regions(TracedRegions(place, draws))
         snapshots = restoring_side_effects(self.step, self.root, self.bindings.line)
         with snapshots as self.snapshots, draws.as_generator(), around, inside, collecting_pins(place) as pins:
             try:
                 with (
-                    forbidding_optimizer_steps(self.step.optimizers, self.code),
+                    tracing(self.step.build),
+                    forbidding_optimizer_steps(self.step.optimizers),
                     self.mode,
                     _compat.preserve_node_meta(),
                 ):
@@ -206,7 +207,7 @@ class BuildTrace:
                 _compat.autograd_under(user_code),
                 _compat.small_constants(PLACES),
                 torch.enable_grad(),
-                forbidding_calls(self.code),
+                forbidding_calls(),
                 math_of_inputs() if user_code.has_floats else nullcontext(),
                 self.value_reads.watching(),
                 raising_recorded_problems(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import CodeType
 from typing import Any
 
 import torch
@@ -67,10 +66,9 @@ class CapturedConstants:
     """
 
     def __init__(
-        self, mode: _compat.FakeTensorMode, tensors: Mapping[str, Tensor], build: CodeType | None,
-        words: ConstantMessages = _OF_BUILD,
-    ) -> None:  # fmt: skip
-        self.mode, self.build, self.words = mode, build, words
+        self, mode: _compat.FakeTensorMode, tensors: Mapping[str, Tensor], words: ConstantMessages = _OF_BUILD
+    ) -> None:
+        self.mode, self.words = mode, words
         self.held = Regions(tensors)
         self.flags: dict[int, TensorSnapshot] = {}
         self._known: dict[int, Tensor] = {}
@@ -93,7 +91,7 @@ class CapturedConstants:
                     raise self._write_problem(x, how)
                 if x.layout is torch.strided and shares_elements(x):
                     what = f"{self.words.who} writes in place to elements of {list(x.shape)} that share memory: {how}"
-                    raise problem_here(what, _SHARED_ELEMENTS_HINT, self.build)
+                    raise problem_here(what, _SHARED_ELEMENTS_HINT)
 
     def note_result(self, func: Any, args: Any, result: Any) -> None:
         """Look at what an op has made: torch.from_numpy gives a tensor over memory of other code."""
@@ -104,19 +102,19 @@ class CapturedConstants:
         if isinstance(x, nn.Parameter) or (x.requires_grad and torch.is_grad_enabled()):
             kind = "a parameter" if isinstance(x, nn.Parameter) else "a tensor that requires a gradient,"
             what = f"{self.words.who} uses {kind} of shape {list(x.shape)} that {self.words.foreign}"
-            raise problem_here(what, self.words.foreign_hint, self.build)
+            raise problem_here(what, self.words.foreign_hint)
         shared = self.held.meeting(x)
         if shared is not None:
             shape = list(x.shape)
             what = f"{self.words.who} uses a tensor of shape {shape} that shares memory with {shared}, but is not it"
-            raise problem_here(what, _SHARED_HINT, self.build)
+            raise problem_here(what, _SHARED_HINT)
         with _compat.without_modes():  # the fake of a view is made by ops, which are none of build's
             fake = self.mode.fake_tensor_converter.from_real_tensor(self.mode, x)
         self._known[id(x)], self._storages[_compat.storage_id(fake)] = x, fake
 
     def _write_problem(self, x: Tensor, how: str) -> CaptureError:
         what = f"{self.words.who} writes to a tensor of shape {list(x.shape)} that is {self.words.written}: {how}"
-        return problem_here(what, self.words.write_hint, self.build)
+        return problem_here(what, self.words.write_hint)
 
     # ---- calls
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -35,8 +34,8 @@ class GradientRecorder:
     ``p.grad`` in the dtype of the parameter, as the code behind backward() finds it.
     """
 
-    def __init__(self, step: Step, watch: OpMode, build: CodeType | None) -> None:
-        self.step, self.watch, self.build = step, watch, build
+    def __init__(self, step: Step, watch: OpMode) -> None:
+        self.step, self.watch = step, watch
         self.losses: list[Tensor] = []
         self.ended: dict[str, Tensor] = {}
         self.wide: dict[str, Tensor] = {}
@@ -159,7 +158,7 @@ class GradientRecorder:
 
     def _backward(self, autograd: Any, loss: Tensor, gradient: Any, retain_graph: Any, **more: Any) -> None:
         """Record one ``loss.backward()`` of build; ``autograd`` is torch.autograd.backward."""
-        refuse_inside("backward() is called inside of a local_region", _LOCAL_LOSS, self.build)
+        refuse_inside("backward() is called inside of a local_region", _LOCAL_LOSS)
         self._check_loss(loss, gradient)
         self.losses.append(loss)
         self._cleared, self._casts.begun = None, True
@@ -178,26 +177,23 @@ class GradientRecorder:
     def _check_loss(self, loss: Tensor, gradient: Any) -> None:
         if not self.step.optimizers:
             what = f"build of {self.step.name} calls backward(), but the Graph has no optimizer"
-            raise problem_here(what, _NO_OPTIMIZER.format("backward()"), self.build)
+            raise problem_here(what, _NO_OPTIMIZER.format("backward()"))
         if loss.numel() != 1 and gradient is None:
             raise problem_here(
                 f"backward() is called on a tensor of shape {list(loss.shape)}, not on one number",
                 "reduce it to a scalar first, loss.mean().backward() or loss.sum().backward(), or say what the "
                 "gradient of each element is: loss.backward(gradient)",
-                self.build,
             )
         if isinstance(gradient, Tensor) and gradient.shape != loss.shape:
             raise problem_here(
                 f"backward() is called on a tensor of shape {list(loss.shape)} with a gradient of shape "
                 f"{list(gradient.shape)}",
                 "give a gradient of the shape of the tensor: torch.ones_like(loss)",
-                self.build,
             )
         if not loss.requires_grad:
             raise problem_here(
                 "backward() is called on a value that depends on no parameter with requires_grad=True",
                 "check that the loss comes from the modules of this Graph, outside of torch.no_grad() and .detach()",
-                self.build,
             )
 
     # ---- by hand
@@ -224,7 +220,7 @@ class GradientRecorder:
     def _clears(self, original: Any, params: Mapping[str, nn.Parameter]) -> Callable[..., None]:
         def zero_grad(this: Any, set_to_none: bool = True) -> None:
             if any(p.grad is not None for p in params.values()):
-                self._cleared = problem_here(_CLEARED, _CLEARED_HINT, self.build)
+                self._cleared = problem_here(_CLEARED, _CLEARED_HINT)
             original(this, set_to_none)
 
         return zero_grad

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 
 from graphzero import _compat
+from graphzero.capture.problems import traced_code
 from graphzero.errors import GraphZeroError
 from graphzero.ir.source_location import line_of
 
@@ -26,8 +27,7 @@ class CompilingAnswers:
     yes: the ends of stacks in which the answer is yes.  no: where it was no in this attempt, with the frames there.
     """
 
-    def __init__(self, build: CodeType | None) -> None:
-        self.build = build
+    def __init__(self) -> None:
         self.yes: set[_Calls] = set()
         self.always, self.attempts = False, 0
         self.no: dict[_Calls, list[int]] = {}
@@ -50,7 +50,7 @@ class CompilingAnswers:
         frame: FrameType | None = asker
         while frame is not None:
             frames.append(frame)
-            frame = frame.f_back if frame.f_code is not self.build else None
+            frame = frame.f_back if frame.f_code is not traced_code() else None
         calls = tuple((frame.f_code, frame.f_lasti) for frame in frames)
         answered = next((frame for n, frame in enumerate(frames, 1) if calls[:n] in self.yes), None)
         if answered is not None:

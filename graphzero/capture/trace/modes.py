@@ -29,14 +29,14 @@ from graphzero.capture.host_values.masks import (
 )
 from graphzero.capture.host_values.sync_free_functions import STAND_INS
 from graphzero.capture.host_values.value_reads import FACTORIES, ValueReads
-from graphzero.capture.problems import problem_here, withdraw_problem
+from graphzero.capture.problems import problem_here, traced_code, user_lines, withdraw_problem
 from graphzero.capture.trace.attention import attention
 from graphzero.capture.trace.captured_constants import CapturedConstants
 from graphzero.capture.trace.casts import ParameterCasts, replace_known_tensors
 from graphzero.capture.trace.refusals import VARLEN_ATTENTION
 from graphzero.errors import CaptureError
 from graphzero.ir.aliases import UNMARKED, is_view
-from graphzero.ir.source_location import running_module, user_frame, user_frames
+from graphzero.ir.source_location import running_module, user_frame
 from graphzero.ops import CHECK
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ class UserCodeMode(TorchFunctionMode):
     ) -> None:  # fmt: skip
         super().__init__()
         self.stand_ins, self.free, self.value_reads, self.device = stand_ins, free, value_reads, device
-        self.build, self.casts, self.has_floats = value_reads.build, casts, False
+        self.casts, self.has_floats = casts, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """``func``; of float inputs by their symbols, or where no symbol is taken, by their values."""
@@ -119,7 +119,7 @@ class UserCodeMode(TorchFunctionMode):
             kwargs = dict(zip(kwargs, self._stood_in(kwargs.values()), strict=True))
         if func == _SET_DATA and isinstance(args[0], _compat.FakeTensor):
             what = "a parameter: p.data = ..." if isinstance(args[0], nn.Parameter) else "a tensor: x.data = ..."
-            raise problem_here(f"build puts another tensor in {what}", _DATA_HINT, self.build)
+            raise problem_here(f"build puts another tensor in {what}", _DATA_HINT)
         if func is Tensor.__setitem__ and write_by_mask(*args):
             return None
         if func is Tensor.__getitem__ and (rows := select_by_mask(self.value_reads, *args)) is not None:
@@ -158,7 +158,7 @@ class UserCodeMode(TorchFunctionMode):
     def _check_device(self, kind: str) -> None:
         if kind != self.device:
             what = f"build moves a tensor to {kind}, but the Graph's placement is on {self.device}"
-            raise problem_here(what, _MOVE_HINT, self.build)
+            raise problem_here(what, _MOVE_HINT)
 
 
 class OpMode(TorchDispatchMode):
@@ -171,7 +171,7 @@ class OpMode(TorchDispatchMode):
 
     def __init__(self, free: CapturedConstants, value_reads: ValueReads, modules: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phase, self.free, self.value_reads, self.build = "forward", free, value_reads, value_reads.build
+        self.phase, self.free, self.value_reads = "forward", free, value_reads
         self.modules = modules
         self.line = self.backward_line = self.module = ""
         self.running = False  # whether autograd runs
@@ -186,12 +186,8 @@ class OpMode(TorchDispatchMode):
         if fold is None:
             self._refuse(func, args, kwargs)
         kernel_check = KERNEL_CHECKS.get(func)
-        source = (
-            user_frame()
-            if func is not CHECK and kernel_check is None
-            else ", called from ".join(user_frames(3, until=self.build))
-        )
-        module = running_module(self.modules, self.build)
+        source = user_frame() if func is not CHECK and kernel_check is None else ", called from ".join(user_lines())
+        module = running_module(self.modules, traced_code())
         if self.line and source == self.backward_line:
             source, module = self.line, self.module
         elif self.phase != "backward":
@@ -238,25 +234,23 @@ class OpMode(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and _compat.constant_of(args[0]) is None:
             raise self.value_reads.host_problem(args[0])
         if func in _LENGTHS:
-            raise problem_here(
-                f"the shapes inside {_LENGTHS[func]} depend on lengths, which are data", _LENGTHS_HINT, self.build
-            )
+            raise problem_here(f"the shapes inside {_LENGTHS[func]} depend on lengths, which are data", _LENGTHS_HINT)
         if _sized_by_values(func, args):
             name = "indexing by a boolean mask" if func is aten.index.Tensor else func._schema.name.split("::")[1]
-            raise data_dependent_shape_problem(name, self.build)
+            raise data_dependent_shape_problem(name)
         if func.namespace == "torch_attn":
-            raise problem_here(*VARLEN_ATTENTION, self.build)
+            raise problem_here(*VARLEN_ATTENTION)
         if func in _PRODUCTS:
             self._check_product(func, args)
         if func.namespace in _COLLECTIVES:
             name = func._schema.name.split("::")[1].strip("_")
-            raise problem_here(f"build calls a collective of torch.distributed: {name}", _COLLECTIVE_HINT, self.build)
+            raise problem_here(f"build calls a collective of torch.distributed: {name}", _COLLECTIVE_HINT)
         if isinstance((kwargs or {}).get("generator"), torch.Generator):
-            raise problem_here("build draws from its own torch.Generator", _GENERATOR_HINT, self.build)
+            raise problem_here("build draws from its own torch.Generator", _GENERATOR_HINT)
         if func is aten.embedding_renorm_.default:
-            raise problem_here("an embedding with max_norm rewrites rows of its weight in forward", _RENORM, self.build)
+            raise problem_here("an embedding with max_norm rewrites rows of its weight in forward", _RENORM)
         if _SPARSE.get(func, 99) < len(args) and args[_SPARSE[func]]:
-            raise problem_here("an embedding with sparse=True makes a sparse gradient", _DENSE, self.build)
+            raise problem_here("an embedding with sparse=True makes a sparse gradient", _DENSE)
         self.free.check(func, args, kwargs or {})
 
     def _check_turned(self, x: Tensor, how: str) -> None:
@@ -266,14 +260,14 @@ class OpMode(TorchDispatchMode):
         if stays is None and not (x.requires_grad and views):
             return
         of = stays or "a tensor that has views and requires a gradient"
-        raise problem_here(f"build changes the shape of {of} in place: {how}", _SHAPE_HINT, self.build)
+        raise problem_here(f"build changes the shape of {of} in place: {how}", _SHAPE_HINT)
 
     def _check_product(self, func: Any, args: Any) -> None:
         operands = [arg for arg in args if isinstance(arg, Tensor)]
         if len({x.dtype for x in operands}) > 1:
             shown = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in operands)
             name = func._schema.name.split("::")[1]
-            raise problem_here(f"{name} of different dtypes: {shown}", _PRODUCT_HINT, self.build)
+            raise problem_here(f"{name} of different dtypes: {shown}", _PRODUCT_HINT)
 
 
 def _sized_by_values(func: Any, args: Any) -> bool:

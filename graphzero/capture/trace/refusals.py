@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from types import CodeType
 from typing import Any
 
 import torch
@@ -50,12 +49,12 @@ _OTHER_STEP = (
 
 
 @_compat.contextmanager
-def forbidding_calls(build: CodeType | None) -> Iterator[None]:
+def forbidding_calls() -> Iterator[None]:
     """While this is open, what build may not do raises a CaptureError with the user's line."""
 
     def refuse(what: str, hint: str) -> Callable[..., Any]:
         def refused(*args: Any, **kwargs: Any) -> Any:
-            raise problem_here(what, hint, build)
+            raise problem_here(what, hint)
 
         return refused
 
@@ -67,7 +66,7 @@ def forbidding_calls(build: CodeType | None) -> Iterator[None]:
         enter(_compat.patched(torch, "set_default_device", refuse(*_DEVICE)))
         enter(_compat.patched(torch, "set_anomaly_enabled", lambda *args, **kwargs: None))
         enter(_compat.patched(torch.amp.GradScaler, "scale", refuse(*_SCALER)))
-        enter(_compat.patched(nn.Module, "_apply", _converting(nn.Module._apply, build)))
+        enter(_compat.patched(nn.Module, "_apply", _converting(nn.Module._apply)))
         hooks: list[Any] = []
         enter(_compat.undoing(lambda: [hook.remove() for hook in hooks]))
         hooks.append(register_optimizer_step_pre_hook(refuse(*_OTHER_STEP)))
@@ -84,7 +83,7 @@ def forbidding_calls(build: CodeType | None) -> Iterator[None]:
         yield
 
 
-def _converting(apply: Callable[..., Any], build: CodeType | None) -> Callable[..., Any]:
+def _converting(apply: Callable[..., Any]) -> Callable[..., Any]:
     def converted(self: nn.Module, function: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
         try:
             if all(function(x) is x for x in (*self.parameters(), *self.buffers())):
@@ -96,7 +95,6 @@ def _converting(apply: Callable[..., Any], build: CodeType | None) -> Callable[.
             raise problem_here(
                 f"build converts or moves a {type(self).__name__} (.to, .double, .half, .cuda): {first_line(error)}",
                 "convert modules before the first call; inside build cast values: x.to(torch.float64)",
-                build,
             ) from error
 
     return converted

@@ -45,7 +45,7 @@ def _with_floats(step: Step, root: nn.Module, inputs: Inputs) -> TracedBuild:
 
 def _traced(step: Step, root: nn.Module, inputs: Inputs, fixed: dict[str, float]) -> TracedBuild:
     """Build traced until every place that must see itself traced is known."""
-    answers, refused = CompilingAnswers(getattr(step.build, "__code__", None)), None
+    answers, refused = CompilingAnswers(), None
     while True:
         try:
             traced = BuildTrace(step, root, inputs, answers, fixed).trace()

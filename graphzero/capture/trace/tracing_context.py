@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from types import CodeType
 from typing import Any
 
 import torch
@@ -66,14 +65,13 @@ def tracing_context(placement: Placement) -> Iterator[None]:
 
 
 @_compat.contextmanager
-def forbidding_optimizer_steps(specs: list[OptimizerSpec], build: CodeType | None) -> Iterator[None]:
+def forbidding_optimizer_steps(specs: list[OptimizerSpec]) -> Iterator[None]:
     """build leaves stepping to the graph: a step or a changed hyperparameter inside it is an error."""
 
     def no_step(*args: Any, **kwargs: Any) -> None:
         raise problem_here(
             "build calls optimizer.step(); the graph itself clips, steps and clears gradients after backward()",
             "leave out optimizer.step() and zero_grad(); clipping is add_optimizer(..., clip_grad_norm=1.0)",
-            build,
         )
 
     saved = [(group, dict(group)) for spec in specs for group in spec.optimizer.param_groups]
