@@ -20,7 +20,8 @@ from graphzero._compat.inductor import (
     clear_workspaces, end_failed_capture, inductor_compile, inductor_folder, inductor_lacks,
 )  # fmt: skip
 from graphzero._compat.interrupts import (
-    assigned, contextmanager, cpu_by_default, forget_change, note_change, patched, undoing,
+    assigned, contextmanager, cpu_by_default, forget_change, note_change, patched, patched_all,
+    undoing,
 )  # fmt: skip
 from graphzero._compat.modes import (
     answers_whether_traced, autograd_under, below_autograd, compiled_functions_inline, device_asked, dynamo_runs,

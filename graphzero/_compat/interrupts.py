@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import wraps
 from types import FunctionType
@@ -107,6 +107,15 @@ def patched(holder: Any, name: str, replacement: Any, everywhere: bool = False) 
             setattr(holder, name, before)
         elif name in vars(holder):
             delattr(holder, name)
+
+
+@contextmanager
+def patched_all(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Each of ``patches``, a holder, a name in it and a replacement, as by ``patched``."""
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patched(*patch))
+        yield
 
 
 def _here(replacement: Any, before: Any) -> Any:

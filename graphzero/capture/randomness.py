@@ -8,8 +8,8 @@ program order; torch's "state of the generator" is that counter while a step is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,8 +52,7 @@ class Draws:
         radius = torch.sqrt(-2.0 * torch.log(self.uniform(like) + _LEAST))
         return radius * torch.cos((2 * math.pi) * self.uniform(like))
 
-    @_compat.contextmanager
-    def as_generator(self) -> Iterator[None]:
+    def as_generator(self) -> AbstractContextManager[None]:
         """Let torch.get_rng_state and set_rng_state read and set the counter."""
 
         def write(state: Any) -> None:
@@ -64,11 +63,8 @@ class Draws:
         def read() -> Any:
             return _Counter(self.count)
 
-        with ExitStack() as stack:
-            for holder in (torch, torch.random):
-                stack.enter_context(_compat.patched(holder, "get_rng_state", read))
-                stack.enter_context(_compat.patched(holder, "set_rng_state", write))
-            yield
+        both = {"get_rng_state": read, "set_rng_state": write}
+        return _compat.patched_all((holder, *item) for holder in (torch, torch.random) for item in both.items())
 
     def table(self) -> dict[Any, Callable[..., Any]]:
         """Decompositions by op, for make_fx."""

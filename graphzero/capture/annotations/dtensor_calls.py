@@ -7,8 +7,8 @@ and hand out local tensors.  Build is written for one device, where every value 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,8 +23,7 @@ from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Sbp
 
 
-@_compat.contextmanager
-def dtensor_calls(placement: Placement) -> Iterator[None]:
+def dtensor_calls(placement: Placement) -> AbstractContextManager[None]:
     """Tensors have a DTensor's methods here; see above."""
     last: list[DeviceMesh | None] = [None]  # of the last ``from_local``: a plain tensor knows of no mesh
     pinned: dict[Any, tuple[Tensor, Tensor]] = {}  # what q, k and v ask for alike is moved once
@@ -48,15 +47,15 @@ def dtensor_calls(placement: Placement) -> Iterator[None]:
             pinned[key] = x, pin_value(x, pins)  # with x, so that its id stays its own
         return pinned[key][1]
 
-    with ExitStack() as stack:
-        stack.enter_context(_compat.patched(DTensor, "from_local", staticmethod(from_local)))
-        for name in ("to_local", "full_tensor"):
-            stack.enter_context(_compat.patched(Tensor, name, same))
-        stack.enter_context(_compat.patched(Tensor, "redistribute", redistribute))
-        stack.enter_context(
-            _compat.patched(Tensor, "placements", ())
-        )  # no DTensor's, so that hooks which compare redistribute
-        yield
+    return _compat.patched_all(
+        [
+            (DTensor, "from_local", staticmethod(from_local)),
+            (Tensor, "to_local", same),
+            (Tensor, "full_tensor", same),
+            (Tensor, "redistribute", redistribute),
+            (Tensor, "placements", ()),  # no DTensor's, so that hooks which compare redistribute
+        ]
+    )
 
 
 def _pins(x: Tensor, placement: Placement, mesh: DeviceMesh, placements: Sequence[Any]) -> list[Sbp | None] | None:

@@ -10,8 +10,8 @@ import cmath
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from types import BuiltinFunctionType
 from typing import Any
@@ -177,17 +177,16 @@ for _name in (
     setattr(FloatInput, _name, _method(_name))
 
 
-@_compat.contextmanager
-def math_of_inputs() -> Iterator[None]:
+def math_of_inputs() -> AbstractContextManager[None]:
     """While this is open, Python's mathematical functions take float inputs; also those that the project imported."""
     functions = {id(x) for space in (math, cmath) for x in vars(space).values()}
     projects = [module for name, module in list(sys.modules.items()) if is_project(name)]
-    with ExitStack() as stack:
-        for space in (math, cmath, *projects):
-            for name, x in list(vars(space).items()):
-                if type(x) is BuiltinFunctionType and id(x) in functions:
-                    stack.enter_context(_compat.patched(space, name, _of_inputs(x)))
-        yield
+    return _compat.patched_all(
+        (space, name, _of_inputs(x))
+        for space in (math, cmath, *projects)
+        for name, x in list(vars(space).items())
+        if type(x) is BuiltinFunctionType and id(x) in functions
+    )
 
 
 def _of_inputs(function: Callable[..., Any]) -> Callable[..., Any]:

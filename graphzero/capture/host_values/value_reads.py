@@ -13,7 +13,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -248,11 +247,9 @@ class ValueReads:
 
             return look
 
-        with ExitStack() as stack:
-            for function in (math.isnan, math.isinf, math.isfinite):
-                stack.enter_context(_compat.patched(math, function.__name__, takes_numbers(function)))
-            stack.enter_context(_compat.patched(torch, "_assert", asserts(_compat.ASSERT)))
-            stack.enter_context(_compat.checks_given_to(self._checked_by_torch))
+        functions = [(math, one.__name__, takes_numbers(one)) for one in (math.isnan, math.isinf, math.isfinite)]
+        patches = [*functions, (torch, "_assert", asserts(_compat.ASSERT))]
+        with _compat.patched_all(patches), _compat.checks_given_to(self._checked_by_torch):
             yield
 
     def _checked_by_torch(self, error: type[Exception], condition: Any, message: Any) -> bool:

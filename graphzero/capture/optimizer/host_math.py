@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -69,14 +69,13 @@ FUNCTIONS = {name: _either(name) for name in _WRITTEN}
 _NAME_OF = {id(getattr(math, name)): name for name in _WRITTEN}
 
 
-@_compat.contextmanager
-def symbolic_math(cls: type) -> Iterator[None]:
-    """``math``, and what modules that define ``cls`` and its bases have imported of it, take symbolic numbers."""
-    with ExitStack() as stack:
-        for name, function in FUNCTIONS.items():
-            stack.enter_context(_compat.patched(math, name, function))
-        for module in {base.__module__ for base in cls.__mro__} - {"builtins", "math"}:
-            for name, x in list(vars(sys.modules.get(module, math)).items()):
-                if id(x) in _NAME_OF and module in sys.modules:
-                    stack.enter_context(_compat.patched(sys.modules[module], name, FUNCTIONS[_NAME_OF[id(x)]]))
-        yield
+def symbolic_math(classes: Iterable[type]) -> AbstractContextManager[None]:
+    """``math``, and what modules that define ``classes`` and their bases have imported of it, take symbolic numbers."""
+    names = {base.__module__ for cls in classes for base in cls.__mro__}
+    modules = [math, *(sys.modules[name] for name in names - {"math"} if name in sys.modules)]
+    return _compat.patched_all(
+        (module, name, FUNCTIONS[_NAME_OF[id(x)]])
+        for module in modules
+        for name, x in list(vars(module).items())
+        if id(x) in _NAME_OF
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cached_property
 from operator import is_
 from typing import Any
@@ -200,14 +200,8 @@ class OptimizerTracer:
 
     def trace_step(self, outcomes: BranchOutcomes) -> None:
         """A step, as it is written down; what it asks of values turns out as ``outcomes`` says."""
-        kinds = dict.fromkeys(map(type, (self.optimizer, *self.inner)))
-        with ExitStack() as stack:
-            for kind in kinds:
-                stack.enter_context(symbolic_math(kind))
-            for mode in (HostNumbers(), FusedSteps(), outcomes):
-                stack.enter_context(mode)
-            if self.guards is not None:
-                stack.enter_context(_KernelChecks(outcomes))
+        checks = nullcontext() if self.guards is None else _KernelChecks(outcomes)
+        with symbolic_math(map(type, (self.optimizer, *self.inner))), HostNumbers(), FusedSteps(), outcomes, checks:
             self.take_step()
 
     def take_step(self) -> None:

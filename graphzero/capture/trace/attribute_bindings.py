@@ -8,7 +8,7 @@ kept.  Any other binding that a later step of plain PyTorch would read, and a gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -67,20 +67,15 @@ class AttributeBindings:
         self._versions: dict[int, int] = {}
         self._numbers: dict[int, int] = {}  # of the trace's inputs, by id of their fakes
 
-    @_compat.contextmanager
-    def watching(self, values: Sequence[Any]) -> Iterator[None]:
+    def watching(self, values: Sequence[Any]) -> AbstractContextManager[None]:
         """While this is open, lines that bind are noted.  values: the inputs of the trace; modules hold their fakes."""
         self._before = dict(self._bound())
         self._versions = {id(x): x._version for x in self._before.values() if isinstance(x, Tensor)}
         self._numbers = {id(x): i for i, x in enumerate(values)}
         kinds = [nn.Module] + [type(self.owner)] * (self.owner is not None and not isinstance(self.owner, nn.Module))
-        with ExitStack() as stack:
-            for kind in kinds:
-                for name in ("__setattr__", "__delattr__"):
-                    stack.enter_context(_compat.patched(kind, name, self._noting(getattr(kind, name))))
-            for name in ("register_buffer", "register_parameter", "add_module"):
-                stack.enter_context(_compat.patched(nn.Module, name, self._noting(getattr(nn.Module, name))))
-            yield
+        places: list[tuple[Any, str]] = [(kind, name) for kind in kinds for name in ("__setattr__", "__delattr__")]
+        places += [(nn.Module, name) for name in ("register_buffer", "register_parameter", "add_module")]
+        return _compat.patched_all((kind, name, self._noting(getattr(kind, name))) for kind, name in places)
 
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def bind(holder: Any, name: str, *args: Any, **kwargs: Any) -> Any:

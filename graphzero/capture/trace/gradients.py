@@ -52,13 +52,15 @@ class GradientRecorder:
     @_compat.contextmanager
     def watching(self, params: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """While this is open, what build calls to make or clear gradients of ``params`` is what the step needs."""
-        with ExitStack() as stack:
-            backward = self._begins(torch.autograd.backward, params)
-            stack.enter_context(_compat.patched(Tensor, "backward", backward))
-            stack.enter_context(_compat.patched(torch.autograd, "backward", backward))
-            stack.enter_context(_compat.patched(torch.autograd, "grad", self._asks(torch.autograd.grad, params)))
-            for holder in (nn.Module, torch.optim.Optimizer):
-                stack.enter_context(_compat.patched(holder, "zero_grad", self._clears(holder.zero_grad, params)))
+        backward = self._begins(torch.autograd.backward, params)
+        patches: list[tuple[Any, str, Any]] = [
+            (Tensor, "backward", backward),
+            (torch.autograd, "backward", backward),
+            (torch.autograd, "grad", self._asks(torch.autograd.grad, params)),
+        ]
+        for holder in (nn.Module, torch.optim.Optimizer):
+            patches.append((holder, "zero_grad", self._clears(holder.zero_grad, params)))
+        with _compat.patched_all(patches):
             yield
         if self._cleared is not None:
             raise self._cleared

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -58,28 +57,27 @@ def forbidding_calls() -> Iterator[None]:
 
         return refused
 
-    with ExitStack() as stack:
-        enter = stack.enter_context
-        for holder in (torch, torch.random):
-            enter(_compat.patched(holder, "manual_seed", refuse(*SEEDS)))
-            enter(_compat.patched(holder, "seed", refuse(*SEEDS)))
-        enter(_compat.patched(torch, "set_default_device", refuse(*_DEVICE)))
-        enter(_compat.patched(torch, "set_anomaly_enabled", lambda *args, **kwargs: None))
-        enter(_compat.patched(torch.amp.GradScaler, "scale", refuse(*_SCALER)))
-        enter(_compat.patched(nn.Module, "_apply", _converting(nn.Module._apply)))
-        hooks: list[Any] = []
-        enter(_compat.undoing(lambda: [hook.remove() for hook in hooks]))
-        hooks.append(register_optimizer_step_pre_hook(refuse(*_OTHER_STEP)))
+    seeds = [(holder, name, refuse(*SEEDS)) for holder in (torch, torch.random) for name in ("manual_seed", "seed")]
+    flex = _compat.flex_attention_check()
+    patches: list[tuple[Any, str, Any]] = [
+        *seeds,
+        (torch, "set_default_device", refuse(*_DEVICE)),
+        (torch, "set_anomaly_enabled", lambda *args, **kwargs: None),
+        (torch.amp.GradScaler, "scale", refuse(*_SCALER)),
+        (nn.Module, "_apply", _converting(nn.Module._apply)),
         # A profiler's label is not part of a step; optimizer.zero_grad() sets one.
-        enter(_compat.patched(record_function, "__enter__", lambda self: self))
-        enter(_compat.patched(record_function, "__exit__", lambda self, *error: None))
-        enter(
-            _compat.patched(logging, "raiseExceptions", False)
-        )  # what a log record asks of a tensor is said by our error
-        enter(_compat.compiled_functions_inline())
-        flex = _compat.flex_attention_check()
-        if flex is not None:
-            enter(_compat.patched(*flex, refuse(*FLEX_ATTENTION)))
+        (record_function, "__enter__", lambda self: self),
+        (record_function, "__exit__", lambda self, *error: None),
+        (logging, "raiseExceptions", False),  # what a log record asks of a tensor is said by our error
+        *([] if flex is None else [(*flex, refuse(*FLEX_ATTENTION))]),
+    ]
+    hooks: list[Any] = []
+    with (
+        _compat.patched_all(patches),
+        _compat.compiled_functions_inline(),
+        _compat.undoing(lambda: [hook.remove() for hook in hooks]),
+    ):
+        hooks.append(register_optimizer_step_pre_hook(refuse(*_OTHER_STEP)))
         yield
 
 
