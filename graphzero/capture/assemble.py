@@ -16,7 +16,7 @@ from graphzero.capture.optimizer import optimizer as updates_of
 from graphzero.capture.optimizer.hyperparameters import Carry, hyperparameter_name
 from graphzero.capture.optimizer.optimizer import TracedUpdate
 from graphzero.capture.optimizer.states import StateFills, equal_states, mark_first_steps
-from graphzero.capture.optimizer.stepped_numbers import counts_parameters, hyperparameters_of_group, paths_of
+from graphzero.capture.optimizer.stepped_numbers import hyperparameters_of_group, paths_of
 from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
 from graphzero.capture.optimizer.stepping import OptimizerTracer
 from graphzero.capture.precision import check_masters
@@ -173,8 +173,7 @@ class _Capture:
         if len(chosen) == 1 and len(most) > 1:
             chosen.append(most[1])
         update = updates_of.trace_update(index, stepping, members if stepping.mixes else chosen)
-        counts = any(counts_parameters(stepping.optimizer, carry.group) for carry in update.carries)
-        if not is_separable(update) or (counts and len(chosen) < len(members)):
+        if not is_separable(update):
             update = updates_of.trace_update(index, stepping, members)
         if idle := idle_parameters(update):
             self._warn_idle(stepping, idle)

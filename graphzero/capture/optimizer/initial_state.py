@@ -108,18 +108,15 @@ class _TwinStep:
 
 def _run(
     stepping: OptimizerTracer, group: int, ndim: int, seed: int, fills: dict[str, float] | None = None,
-    like: _TwinStep | None = None, numbers: Mapping[str, Any] | None = None, more: int = 0,
+    like: _TwinStep | None = None, numbers: Mapping[str, Any] | None = None,
 ) -> _TwinStep:  # fmt: skip
     """Run one step of a twin without state, or with the state of ``like`` filled with ``fills``.
 
-    numbers: what its group holds besides what the user's does.  more: how many parameters besides the one."""
+    numbers: what its group holds besides what the user's does."""
     generator = torch.Generator().manual_seed(seed)
     groups, stand_ins, params = _twin_groups(stepping, group, ndim, generator)
     param, settings = params[0], _RecordedDict({**groups[group], **(numbers or {})})
     groups[group] = settings
-    for _ in range(more):
-        settings["params"].append(torch.nn.Parameter(param.detach().clone()))
-        settings["params"][-1].grad = None if param.grad is None else param.grad.clone()
     recorders = {x: _RecordedDict(start_of(stepping.optimizer, settings, x)) for x in params}
     if fills is not None and like is not None:
         recorders[param] = _RecordedDict(
@@ -169,33 +166,27 @@ def tiny_parameter(ndim: int, generator: torch.Generator) -> Tensor:
     return param
 
 
-def changed_numbers(
-    optimizer: torch.optim.Optimizer, group: int, ndims: Iterable[int]
-) -> tuple[dict[str, Any], bool]:  # fmt: skip
+def changed_numbers(optimizer: torch.optim.Optimizer, group: int, ndims: Iterable[int]) -> dict[str, Any]:
     """Key of each number of a group that a step changes -> what it is where the group lacks it, see ``Carried``.
 
-    And whether these are sure to be the same for any number of parameters.
     ndims: those of the group's parameters, each of which a twin steps alone; one that cannot says nothing.
     """
     numbers: dict[str, Any] = {}
-    sure = True
     try:
         stepping = OptimizerTracer(optimizer)
     except CaptureError:  # capture says why
-        return {}, False
+        return {}
     for ndim in ndims:
         try:
             with torch.random.fork_rng(devices=[]):
-                changed, alike = _changed_by_twin(stepping, group, ndim)
+                changed = _changed_by_twin(stepping, group, ndim)
         except Exception:  # noqa: BLE001 - as in ``initial_fill``
-            sure = False
             continue
-        sure &= alike
         numbers = {**changed, **{key: x if changed.get(key, x) == x else None for key, x in numbers.items()}}
-    return numbers, sure
+    return numbers
 
 
-def _changed_by_twin(stepping: OptimizerTracer, group: int, ndim: int) -> tuple[dict[str, Any], bool]:
+def _changed_by_twin(stepping: OptimizerTracer, group: int, ndim: int) -> dict[str, Any]:
     first = _run(stepping, group, ndim, seed=0)
     settings = stepping.groups[group]
     changed = {key: x for key, x in first.began.items() if key not in settings or first.group[key] != x}
@@ -208,8 +199,7 @@ def _changed_by_twin(stepping: OptimizerTracer, group: int, ndim: int) -> tuple[
         if not first.differs(_run(stepping, group, ndim, seed=0, numbers=numbers)):
             begin |= numbers
             break
-    alike = not changed or _run(stepping, group, ndim, seed=0, more=1).group == first.group
-    return begin, alike
+    return begin
 
 
 def start_of(optimizer: torch.optim.Optimizer, settings: dict[str, Any], param: Tensor) -> dict[str, Any]:

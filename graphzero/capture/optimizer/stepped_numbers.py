@@ -34,7 +34,7 @@ from graphzero.errors import CaptureError
 from graphzero.ir import value
 from graphzero.ir.value import Role
 
-_known: WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Any, Carried, bool]]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Any, Carried]]] = WeakKeyDictionary()
 
 
 def carried(optimizer: torch.optim.Optimizer, group: int) -> Carried:
@@ -45,14 +45,8 @@ def carried(optimizer: torch.optim.Optimizer, group: int) -> Carried:
     ndims = tuple(sorted({p.dim() for p in settings["params"]}))
     known = _known.setdefault(optimizer, {})
     if group not in known or not _holds(known[group], settings, ndims):
-        known[group] = _signature(settings, ndims), *changed_numbers(optimizer, group, ndims)
+        known[group] = _signature(settings, ndims), changed_numbers(optimizer, group, ndims)
     return known[group][1]
-
-
-def counts_parameters(optimizer: torch.optim.Optimizer, group: int) -> bool:
-    """Return whether what ``step`` makes of a group's numbers may depend on how many parameters it holds."""
-    carried(optimizer, group)
-    return not _known[optimizer][group][2]
 
 
 def counts_in_states(optimizer: torch.optim.Optimizer, group: int) -> bool:
@@ -64,9 +58,9 @@ def _signature(group: Mapping[str, Any], ndims: tuple[int, ...]) -> Any:
     return ndims, {key: x for key, x in group.items() if is_number(x)}
 
 
-def _holds(known: tuple[Any, Carried, bool], group: Mapping[str, Any], ndims: tuple[int, ...]) -> bool:
+def _holds(known: tuple[Any, Carried], group: Mapping[str, Any], ndims: tuple[int, ...]) -> bool:
     """While the group lacks a number, what stands for it may follow from the others."""
-    (of, numbers), changed, _ = known
+    (of, numbers), changed = known
     has_all = all(key in group or key.startswith(OF_STATE) for key in changed)
     return of == ndims and (has_all or _signature(group, ndims)[1] == numbers)
 

@@ -1,7 +1,8 @@
 """Checks that parameters of one kind step alike, whatever their position in the group and the size of the group.
 
 An optimizer of the user's may go by the place of a parameter (a rate for each layer) or by their number.  So it steps
-twins of all of them, equal within a kind, and twins of one of each kind; if any two differ, it is traced whole.
+twins of all of them, equal within a kind, and twins of one of each kind; if any two differ, or the numbers of their
+group, it is traced whole.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphzero.capture.optimizer.hyperparameters import is_number
 from graphzero.capture.optimizer.initial_state import differ, start_of, tiny_groups, tiny_parameter
 from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
 from graphzero.capture.optimizer.stepping import OptimizerTracer
@@ -38,8 +40,8 @@ def has_uniform_updates(
 
 
 def _stepped(stepping: OptimizerTracer, keys: list[int], kinds: dict[int, Any]) -> dict[int, dict[str, Any]]:
-    """Results of some steps for the twin of each parameter and its state, by the parameter's id; "" is the twin
-    itself."""
+    """Results of some steps for the twin of each parameter, its state and its group, by the parameter's id; "" is the
+    twin itself."""
     numbers = {kind: i for i, kind in enumerate(dict.fromkeys(kinds.values()))}
     twins: dict[int, Tensor] = {}
     for key in keys:
@@ -53,8 +55,14 @@ def _stepped(stepping: OptimizerTracer, keys: list[int], kinds: dict[int, Any]) 
     with stepping.standing_in(groups, state, twins):
         for _ in range(_STEPS):
             stepping.take_step()
-        return {key: {**state[x], "": x.detach()} for key, x in twins.items()}
+        return {key: {**_numbers_of(of[id(x)]), **state[x], "": x.detach()} for key, x in twins.items()}
+
+
+def _numbers_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {f"group.{key}": x for key, x in group.items() if is_number(x)}
 
 
 def _is_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and not any(differ(x, other[key]) for key, x in one.items())
+    return one.keys() == other.keys() and not any(
+        x != other[key] if is_number(x) else differ(x, other[key]) for key, x in one.items()
+    )
