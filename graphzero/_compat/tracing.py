@@ -104,17 +104,21 @@ def last_traced() -> Any:
     return next(iter(reversed(mode.tracer.graph.nodes)), None)
 
 
+def _producer(x: Tensor) -> Any:
+    """The node of the graph that is being written which makes ``x``; None if there is none."""
+    mode: Any = proxy_tensor.get_proxy_mode()
+    return mode and proxy_tensor.get_proxy_slot(x, mode.tracer, None, lambda slot: slot.proxy.node)
+
+
 def is_traced_after(x: Tensor, node: Any) -> bool:
     """Return whether the graph that is being written makes ``x``, after ``node``."""
-    tracer = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
-    producer: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda slot: slot.proxy.node)
+    producer = _producer(x)
     return producer is not None and (node is None or producer > node)
 
 
 def traced_call(x: Tensor) -> Any:
     """Key of the call that makes ``x`` in the graph being written, equal for equal calls; else a unique object."""
-    mode: Any = proxy_tensor.get_proxy_mode()
-    producer: Any = mode and proxy_tensor.get_proxy_slot(x, mode.tracer, None, lambda slot: slot.proxy.node)
+    producer = _producer(x)
     return object() if producer is None else (producer.target, str(producer.args), str(producer.kwargs))
 
 
@@ -128,8 +132,7 @@ def functional_value(x: Tensor) -> Tensor:
 
 def traced_from(x: Tensor) -> set[int] | None:
     """The numbers of the inputs of the graph that is being written which ``x`` is computed from, None if it is not."""
-    tracer = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
-    producer: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda slot: slot.proxy.node)
+    producer = _producer(x)
     if producer is None:
         return None
     seen, todo = {producer}, [producer]
@@ -137,7 +140,7 @@ def traced_from(x: Tensor) -> set[int] | None:
         new = [node for node in todo.pop().all_input_nodes if node not in seen]
         seen.update(new)
         todo += new
-    return {i for i, node in enumerate(n for n in tracer.graph.nodes if n.op == "placeholder") if node in seen}
+    return {i for i, node in enumerate(producer.graph.find_nodes(op="placeholder")) if node in seen}
 
 
 def symbol_name(number: Any) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import CodeType
@@ -95,6 +96,17 @@ def withdraw_problem(error: CaptureError) -> None:
     met = _met.get()
     if met is not None and error in met:
         met.remove(error)
+
+
+def warn_of_lost_writes(written: Sequence[str]) -> None:
+    """Warn of what build sets for later, if it does: it does so once, while it is traced."""
+    if written:
+        shown = ", ".join(written[:4]) + (" ..." if len(written) > 4 else "")
+        warnings.warn(
+            f"build sets {shown}, which has no effect: build runs only once, while it is traced. Return the "
+            "value, or keep it in a buffer (register_buffer) and change it in place",
+            stacklevel=3,
+        )
 
 
 def first_line(error: BaseException) -> str:

@@ -74,7 +74,7 @@ class ProgramCache:
             candidates = sorted(candidates, key=lambda program: program is not bound)
         for program in candidates:
             sure = program is bound and not program.captured.guards.optimizer_state.absent
-            if program.captured.guards.check(call.numbers, None if sure else has_state, self.attributes):
+            if program.captured.guards.check(call.numbers, None if sure else has_state, self.attributes.check):
                 self._used.pop(id(program), None)  # an interrupted call may have left it out
                 self._used[id(program)] = program
                 return program
@@ -83,7 +83,7 @@ class ProgramCache:
     def find_capture(self, call: BuildCall) -> Captured | None:
         """Find the capture for a call."""
         known, has_state = self.captures.get(call.key.captured, ()), call.state.has_state
-        return next((x for x in known if x.guards.check(call.numbers, has_state, self.attributes)), None)
+        return next((x for x in known if x.guards.check(call.numbers, has_state, self.attributes.check)), None)
 
     def add(self, key: ProgramKey, program: StepProgram, numbers: Mapping[Role, float]) -> None:
         """``program`` has been made for ``key``, with these hyperparameters and float inputs."""

@@ -9,6 +9,7 @@ of a region is per-rank code too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -54,11 +55,9 @@ def region_runs() -> Runs | None:
     return _runs.get()
 
 
-@_compat.contextmanager
-def regions(runs: Runs) -> Iterator[None]:
+def regions(runs: Runs) -> AbstractContextManager[None]:
     """While this is open, ``runs(fn, in_sbp, out_sbp, args, kwargs)`` carries out every region."""
-    with _compat.assigned(_runs, runs):
-        yield
+    return _compat.assigned(_runs, runs)
 
 
 def condition_of_all_ranks(ok: Tensor) -> Tensor:

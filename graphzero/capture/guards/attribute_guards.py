@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
@@ -32,6 +31,7 @@ from graphzero.capture.guards.guarded_values import (
     values_match,
 )
 from graphzero.capture.guards.referenced_names import ReferencedNames
+from graphzero.capture.problems import warn_of_lost_writes
 from graphzero.ir.source_location import is_project, line_of
 
 _OPAQUE_TYPES = (*FUNCTION_TYPES, MethodType, ModuleType, type, Tensor, nn.Module, Optimizer)
@@ -171,13 +171,8 @@ def warn_of_new_attributes(fakes: Mapping[str, Tensor], before: Mapping[str, Col
     before: names of attributes, by path.
     """
     names = [f"{path}.{name}" for path, fake in fakes.items() for name in vars(fake) if name not in before[path]]
-    shown = [name for name in names if not name.rpartition(".")[2].startswith("_")]  # torch's own notes on fakes
-    if shown:
-        warnings.warn(
-            f"build sets {', '.join(shown[:4])}, which has no effect: build runs only once, while it is traced. "
-            "Return the value, or keep it in a buffer (register_buffer) and change it in place",
-            stacklevel=2,
-        )
+    # torch's own notes on fakes begin with _
+    warn_of_lost_writes([name for name in names if not name.rpartition(".")[2].startswith("_")])
 
 
 def _is_in_key(owner: Any, name: str) -> bool:

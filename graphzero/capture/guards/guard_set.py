@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -96,12 +96,6 @@ class OptimizerStateGuard:
         return is_same or all(has_state(*x) for x in self.filled)
 
 
-class AttributeChecker(Protocol):
-    """Present values of attributes, against which guards are checked: see ``GuardedAttributes``."""
-
-    def check(self, guards: GuardSet, /) -> bool: ...
-
-
 @dataclass(frozen=True, eq=False)
 class GuardSet:
     """Guards of one capture.
@@ -119,7 +113,12 @@ class GuardSet:
     namespaces: Mapping[str, Any] = field(default_factory=dict)
     tensors: Sequence[tuple[Tensor, ObjectIdentity]] = ()
 
-    def check(self, numbers: Mapping[Role, float], has_state: HasState | None, attributes: AttributeChecker) -> bool:
-        """Return whether all guards hold.  has_state: None where optimizer states are known to be as assumed."""
+    def check(
+        self, numbers: Mapping[Role, float], has_state: HasState | None, has_attributes: Callable[[GuardSet], bool]
+    ) -> bool:
+        """Return whether all guards hold.
+
+        has_state: None where optimizer states are known to be as assumed.  has_attributes: of ``GuardedAttributes``.
+        """
         has_states = has_state is None or self.optimizer_state.check(numbers, has_state)
-        return has_states and attributes.check(self) and self.numbers.check(numbers)
+        return has_states and has_attributes(self) and self.numbers.check(numbers)

@@ -85,7 +85,7 @@ class GuardedAttributes:
             self._tensor_texts = {f"tensor {i} that build reads": text for i, text in enumerate(tensor_texts)}
             self.texts = (*texts, *tensor_texts)
 
-    def check(self, guards: GuardSet, /) -> bool:
+    def check(self, guards: GuardSet) -> bool:
         """Return whether every attribute and tensor has its guarded value."""
         holds = self._checked.get(id(guards))
         if holds is None:

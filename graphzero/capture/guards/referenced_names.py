@@ -28,31 +28,19 @@ _MANY = 1000  # entries of a container that is looked into
 _MAKING = ("__init__", "__new__", "__post_init__")
 
 
-class GlobalNamespace:
-    """Names of a module, read as attributes.
+class Namespace:
+    """Names that are read as attributes: globals, or variables that functions share with an enclosing function.
 
-    Not the module itself: code that is run by ``exec`` or by a notebook may have others.
+    Not the module itself: code that is run by ``exec`` or by a notebook may have others.  Unset variables are missing.
     """
 
     def __init__(self, names: Mapping[str, Any]) -> None:
-        self._names = names
+        self.__names = names  # mangled, so that no name of the user's is hidden
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return self._names[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
-class ClosureNamespace:
-    """Variables that functions share with an enclosing function, read as attributes; unset ones are missing."""
-
-    def __init__(self, cells: Mapping[str, CellType]) -> None:
-        self._cells = cells
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self._cells[name].cell_contents
+            value = self.__names[name]
+            return value.cell_contents if isinstance(value, CellType) else value
         except (KeyError, ValueError):
             raise AttributeError(name) from None
 
@@ -144,9 +132,9 @@ class ReferencedNames:
             self.has_exact_float |= step.opname == "IS_OP" and name == "float"
             name, owner, value = str(step.argval), value, None
             if step.opname in _OF_GLOBALS and name in space:
-                value = self._note(self._space(f"global {space['__name__']}", id(space), GlobalNamespace(space)), name)
+                value = self._note(self._space(f"global {space['__name__']}", id(space), Namespace(space)), name)
             elif step.opname in _OF_FUNCTIONS and name in cells:
-                label = self._space(f"variable {function.__qualname__}", id(function), ClosureNamespace(cells))
+                label = self._space(f"variable {function.__qualname__}", id(function), Namespace(cells))
                 value = self._note(label, name)
             elif step.opname in _OF_ATTRIBUTES:
                 value = self._attribute(owner, name)
@@ -158,7 +146,7 @@ class ReferencedNames:
             self._todo += self._methods.get(name, ())
         if isinstance(owner, ModuleType) and is_project(owner.__name__) and name in vars(owner):
             names = vars(owner)
-            return self._note(self._space(f"global {owner.__name__}", id(names), GlobalNamespace(names)), name)
+            return self._note(self._space(f"global {owner.__name__}", id(names), Namespace(names)), name)
         if isinstance(owner, type) and is_project(owner.__module__):
             return self._note(self._class_space(owner), name)
         return None

@@ -70,7 +70,7 @@ class DictSnapshot(ObjectSnapshot):
         return [*kind.keys(holder), *kind.values(holder)]
 
     def items(self) -> Iterator[tuple[Any, Any]]:
-        return _pairs(self.content)
+        return pairs(self.content)
 
     def children(self) -> list[Any]:
         return [x for _, x in self.items()]
@@ -81,7 +81,7 @@ class DictSnapshot(ObjectSnapshot):
         return [(key, before.get(key), x) for key, x in now if before.get(key, MISSING) is not x]
 
     def write_content(self, content: list[Any]) -> None:
-        kind, holder, before = _dict_class(self.holder), self.holder, dict(_pairs(content))
+        kind, holder, before = _dict_class(self.holder), self.holder, dict(pairs(content))
         for key in [key for key in kind.keys(holder) if key not in before]:
             kind.__delitem__(holder, key)
         for key, x in before.items():
@@ -93,7 +93,8 @@ class DictSnapshot(ObjectSnapshot):
                 kind.__setitem__(holder, key, x)
 
 
-def _pairs(content: list[Any]) -> Iterator[tuple[Any, Any]]:
+def pairs(content: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """(key, value) of all keys, then all values."""
     half = len(content) // 2
     return zip(content[:half], content[half:], strict=True)
 
@@ -146,6 +147,10 @@ class SlotsSnapshot(ObjectSnapshot):
     """Values that an object keeps in ``__slots__`` of its classes."""
 
     __slots__ = ()
+
+    @property
+    def names(self) -> list[str]:
+        return [slot.__name__ for slot in slots_of(type(self.holder))]
 
     def read_content(self, holder: Any) -> list[Any]:
         return [_of_slot(slot, holder) for slot in slots_of(type(holder))]

@@ -8,7 +8,7 @@ from functools import lru_cache
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from graphzero.capture.objects.object_snapshot import MISSING, ObjectSnapshot
+from graphzero.capture.objects.object_snapshot import MISSING, ObjectSnapshot, pairs
 from graphzero.ir.source_location import is_project
 
 METHODS = (MethodType, staticmethod, classmethod)
@@ -44,8 +44,7 @@ class ClassSnapshot(ObjectSnapshot):
         return [*vars(holder), *vars(holder).values()]
 
     def write_content(self, content: list[Any]) -> None:
-        half = len(content) // 2
-        before = dict(zip(content[:half], content[half:], strict=True))
+        before = dict(pairs(content))
         for name in [name for name in vars(self.holder) if name not in before]:
             type.__delattr__(self.holder, name)
         for name, x in before.items():

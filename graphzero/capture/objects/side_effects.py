@@ -31,6 +31,7 @@ from graphzero.capture.objects.object_snapshot import (
     snapshots_of,
 )
 from graphzero.capture.objects.scope_snapshot import FUNCTIONS, METHODS, ScopeReferences
+from graphzero.capture.problems import warn_of_lost_writes
 from graphzero.capture.spec import Step
 from graphzero.ir.source_location import is_library
 from graphzero.sbp.placement import DEVICE_TYPES
@@ -100,10 +101,8 @@ def _is_open(kind: type) -> bool:
     A lock, a logger, a process group or one of our own objects is none of build's business.
     """
     if kind not in _known:
-        if issubclass(kind, (*_CONTAINERS, *_OPEN)):
-            _known[kind] = True
-        else:
-            _known[kind] = not issubclass(kind, _CLOSED) and not is_library(sys.modules.get(kind.__module__))
+        is_users = not issubclass(kind, _CLOSED) and not is_library(sys.modules.get(kind.__module__))
+        _known[kind] = issubclass(kind, (*_CONTAINERS, *_OPEN)) or is_users
     return _known[kind]
 
 
@@ -187,13 +186,7 @@ def _warn_of_writes(snapshots: list[ObjectSnapshot], line: Callable[[Any, str], 
     written = list(
         dict.fromkeys(name for contents in snapshots if contents.differs() for name in _written(contents, line))
     )
-    if written:
-        shown = ", ".join(written[:4]) + (" ..." if len(written) > 4 else "")
-        warnings.warn(
-            f"build sets {shown}, which has no effect: build runs only once, while it is traced. Return the "
-            "value, or keep it in a buffer (register_buffer) and change it in place",
-            stacklevel=2,
-        )
+    warn_of_lost_writes(written)
 
 
 def _warn_of_modes(snapshots: list[ObjectSnapshot]) -> None:

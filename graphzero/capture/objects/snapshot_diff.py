@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphzero.capture.objects.object_snapshot import MISSING, DictSnapshot, ObjectSnapshot, SlotsSnapshot, slots_of
+from graphzero.capture.objects.object_snapshot import MISSING, DictSnapshot, ObjectSnapshot, SlotsSnapshot
 from graphzero.capture.objects.scope_snapshot import ClassSnapshot, GlobalsSnapshot
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -29,13 +29,9 @@ def describe_changes(snapshot: ObjectSnapshot) -> Iterator[str]:
             if _is_other(before.get(key, MISSING), now.get(key, MISSING)):
                 yield f"{what}[{key!r}]" if name else f"{_named(owner)}.{key}"
     elif isinstance(snapshot, (SlotsSnapshot, GlobalsSnapshot)):
-        names = (
-            snapshot.names
-            if isinstance(snapshot, GlobalsSnapshot)
-            else [x.__name__ for x in slots_of(type(snapshot.holder))]
-        )
         of = "the global " if isinstance(snapshot, GlobalsSnapshot) else f"{_named(owner)}."
-        yield from (f"{of}{name}" for name, a, b in zip(names, snapshot.content, there, strict=True) if _is_other(a, b))
+        both = zip(snapshot.names, snapshot.content, there, strict=True)
+        yield from (f"{of}{name}" for name, a, b in both if _is_other(a, b))
     elif len(there) != len(snapshot.content) or any(map(_is_other, snapshot.content, there)):
         yield (
             f"an attribute of the class {snapshot.holder.__qualname__}" if isinstance(snapshot, ClassSnapshot) else what

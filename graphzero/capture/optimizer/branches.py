@@ -8,6 +8,7 @@ condition on several parameters decides for all.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -130,31 +131,27 @@ def trace_branches(
         (owner,) = owners - {None}
         return str(owner)
 
-    def once(given: Sequence[Any], step: Any) -> dict[Label, Any]:
-        results: dict[Label, Any] = step(given, BranchOutcomes(None, lambda x: ALL))
-        return results
+    def traced(ways: Ways) -> fx.GraphModule:
+        pure = torch.func.functionalize(partial(program, ways), remove="mutations")
+        module = _compat.make_fx(pure, decompositions.TABLE)(*values)
+        _join_equal_results(module.graph)
+        return module
 
-    def by(owner: Callable[[Tensor], str]) -> Ways:
-        def each(given: Sequence[Any], step: Any) -> dict[Label, Any]:
-            def anew(outcomes: BranchOutcomes) -> dict[Label, Any]:
-                results: dict[Label, Any] = step([x.clone() if isinstance(x, Tensor) else x for x in given], outcomes)
-                return results
+    with suppress(BranchMetError):
+        return traced(lambda given, step: step(given, BranchOutcomes(None, lambda x: ALL)))
+    with suppress(SharedConditionError):
+        return traced(partial(_all_branches, owner_of, name))
+    return traced(partial(_all_branches, lambda x: ALL, name))
 
-            return merge_branches(anew, owner, name)
 
-        return each
+def _all_branches(
+    owner_of: Callable[[Tensor], str], name: str, given: Sequence[Any],
+    step: Callable[[Sequence[Any], BranchOutcomes], dict[Label, Any]],
+) -> dict[Label, Any]:  # fmt: skip
+    def anew(outcomes: BranchOutcomes) -> dict[Label, Any]:
+        return step([x.clone() if isinstance(x, Tensor) else x for x in given], outcomes)
 
-    ways = [once, by(owner_of), by(lambda x: ALL)]
-    for i, way in enumerate(ways):
-        traced = torch.func.functionalize(partial(program, way), remove="mutations")
-        try:
-            module = _compat.make_fx(traced, decompositions.TABLE)(*values)
-            _join_equal_results(module.graph)
-            return module
-        except (BranchMetError, SharedConditionError):
-            if i == len(ways) - 1:
-                raise
-    raise AssertionError
+    return merge_branches(anew, owner_of, name)
 
 
 def _join_equal_results(graph: fx.Graph) -> None:

@@ -17,7 +17,6 @@ from graphzero.ir.value import TensorType, tensor_type
 
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]  # (target, args, type, kwargs)
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def clip(

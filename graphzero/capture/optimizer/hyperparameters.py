@@ -83,11 +83,6 @@ def is_number(x: Any) -> bool:
     return type(x) in (int, float)
 
 
-def _initial(group: Mapping[str, Any], carried: Carried) -> dict[str, Any]:
-    """The carried numbers that ``step`` puts into a group which lacks them."""
-    return {key: x for key, x in carried.items() if x is not None and key not in group}
-
-
 def _number(key: str, x: Any) -> float | None:
     if isinstance(x, Tensor):
         return None if x.numel() != 1 or x.is_meta else float(x)
@@ -98,7 +93,8 @@ def _number(key: str, x: Any) -> float | None:
 
 def of_group(optimizer: int, index: int, group: dict[str, Any], carried: Carried) -> Iterator[Hyperparameter]:
     """The run-time numbers of one parameter group."""
-    for key, entry in {**_initial(group, carried), **group}.items():
+    lacked = {key: x for key, x in carried.items() if x is not None and key not in group}  # ``step`` puts them there
+    for key, entry in {**lacked, **group}.items():
         if key == "params" or key in FLAGS:
             continue
         if key in carried and is_number(entry):

@@ -24,7 +24,7 @@ def gather_rows(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in (aten.index.Tensor, aten.index_put.default) and _picks(node):
             with graph.inserting_before(node):
-                gathered = _GatherWriter(graph, node).write_gather()
+                gathered = _write_gather(graph, node)
             node.replace_all_uses_with(gathered)
             graph.erase_node(node)
 
@@ -63,34 +63,29 @@ def _fake(node: Any) -> Tensor:
     return fake
 
 
-class _GatherWriter:
-    """Writes what stands for ``node``."""
+def _write_gather(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Write what stands for ``node``."""
 
-    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
-        self.graph, self.node = graph, node
+    def call(target: Any, *args: Any) -> fx.Node:
+        written = graph.call_function(target, args)
+        with _fake(node).fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+            fake = target(*fx.node.map_arg(args, _fake))
+        written.meta.update(node.meta, val=fake, type=TensorType(fake.dtype, tuple(fake.shape)))
+        return written
 
-    def write_gather(self) -> fx.Node:
-        arguments: Any = self.node.args
-        x, (_, at), *rest = arguments
-        shape, picked = _fake(x).shape, _fake(at).shape
-        count = _fake(at).numel() // shape[0]
-        below = self._call(aten.lt.Scalar, at, 0)
-        positive = self._call(aten.where.self, below, self._call(aten.add.Tensor, at, shape[1]), at)
-        ones = [1] * (len(shape) - 2)
-        index = self._call(aten.view.default, positive, [shape[0], count, *ones])
-        index = self._call(aten.expand.default, index, [shape[0], count, *shape[2:]])
-        if self.node.target is aten.index.Tensor:
-            gathered = self._call(aten.gather.default, x, 1, index)
-            return self._call(aten.view.default, gathered, [*picked, *shape[2:]])
-        values = self._call(aten.expand.default, rest[0], [*picked, *shape[2:]])
-        values = self._call(aten.reshape.default, values, [shape[0], count, *shape[2:]])
-        scatter = aten.scatter_add.default if _is_accumulated(self.node) else aten.scatter.src
-        return self._call(scatter, x, 1, index, values)
-
-    def _call(self, target: Any, *args: Any) -> fx.Node:
-        call = self.graph.call_function(target, args)
-        fakes = fx.node.map_arg(args, _fake)
-        with _fake(self.node).fake_mode, torch.no_grad():  # type: ignore[attr-defined]
-            fake = target(*fakes)
-        call.meta.update(self.node.meta, val=fake, type=TensorType(fake.dtype, tuple(fake.shape)))
-        return call
+    arguments: Any = node.args
+    x, (_, at), *rest = arguments
+    shape, picked = _fake(x).shape, _fake(at).shape
+    count = _fake(at).numel() // shape[0]
+    below = call(aten.lt.Scalar, at, 0)
+    positive = call(aten.where.self, below, call(aten.add.Tensor, at, shape[1]), at)
+    ones = [1] * (len(shape) - 2)
+    index = call(aten.view.default, positive, [shape[0], count, *ones])
+    index = call(aten.expand.default, index, [shape[0], count, *shape[2:]])
+    if node.target is aten.index.Tensor:
+        gathered = call(aten.gather.default, x, 1, index)
+        return call(aten.view.default, gathered, [*picked, *shape[2:]])
+    values = call(aten.expand.default, rest[0], [*picked, *shape[2:]])
+    values = call(aten.reshape.default, values, [shape[0], count, *shape[2:]])
+    scatter = aten.scatter_add.default if _is_accumulated(node) else aten.scatter.src
+    return call(scatter, x, 1, index, values)
