@@ -5,22 +5,21 @@
     python bench/compile_time.py llama          # Llama 7B with tensor parallelism, 8 x 8 ranks of a fake world, stage 3
 
 The figures stand in bench/results/scale.md.  Models are on the meta device: no weight is ever allocated.  Each
-measurement has a fresh process, of which one core is used; shown is the fastest of the repeats.  A part's seconds are
-in the log of a compilation.
+measurement has a process of its own, of which one core is used.  A part's seconds are in the log of a compilation.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from _run import in_fresh_process, markdown, options_of
+from _run import in_child, markdown, options_of
 from layouts import MEGATRON, parallelise
 from models import WithLoss, gpt2, published_llama
 from parity import TrainGraph
@@ -29,16 +28,9 @@ from torch import Tensor, nn
 import graphzero as gz
 from graphzero.step import compile_step
 
+STAGE = 3
 TP = 8  # ranks over which its weights are split
 Found = dict[tuple[int, int], dict[str, Any]]  # by (layers, ranks)
-
-
-def cells_of(options: argparse.Namespace) -> list[tuple[int, int]]:
-    """The layers and ranks that are measured."""
-    if options.subject == "llama":
-        return [(n, TP * TP) for n in options.layers or [32]]
-    layers, ranks = ([12, 24, 48], [8, 1024]) if options.full else ([12], [])
-    return [*((n, 64) for n in options.layers or layers), *((12, n) for n in options.ranks or ranks)]
 
 
 def show(found: Found) -> None:
@@ -54,35 +46,26 @@ def show(found: Found) -> None:
     print(markdown(head, rows))
 
 
-def fastest(model: str, layers: int, ranks: int, stage: int, repeat: int) -> dict[str, Any]:
-    words = ("compile_time.py", model, "--stage", stage, "--measure", layers, ranks)
-    runs = (in_fresh_process(*words) for _ in range(repeat))
-    return min(runs, key=lambda figures: figures["total"])
-
-
-def measure_gpt2(layers: int, ranks: int, stage: int) -> dict[str, Any]:
+def measure_gpt2(layers: int, ranks: int) -> dict[str, Any]:
     """On virtual ranks."""
     with torch.device("meta"):
         model = gpt2(layers, width=768, heads=12, vocabulary=50257, context=1024)
         ids = torch.zeros(ranks, 1024, dtype=torch.long)
-    return measure(model, gz.placement("cpu", range(ranks), virtual=True), stage, ids, ids)
+    return measure(model, gz.placement("cpu", range(ranks), virtual=True), ids, ids)
 
 
-def measure_llama(layers: int, ranks: int, stage: int) -> dict[str, Any]:
+def measure_llama(layers: int, ranks: int) -> dict[str, Any]:
     """As rank 0 of a job of (ranks / TP) x TP processes; the batch is one sequence for each data-parallel rank."""
     model, ids = WithLoss(published_llama(layers)), torch.zeros(1, 2048, dtype=torch.long, device="meta")
     with gz.testing.fake_world(ranks):
         place = gz.placement("cpu", torch.arange(ranks).reshape(-1, TP).tolist(), names=("dp", "tp"))
         parallelise(model, MEGATRON, place)
-        return measure(model, place, stage, ids, ids)
+        return measure(model, place, ids, ids)
 
 
-MODELS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {"gpt2": measure_gpt2, "llama": measure_llama}
-
-
-def measure(model: nn.Module, place: Any, stage: int, *batch: Tensor) -> dict[str, Any]:
+def measure(model: nn.Module, place: Any, *batch: Tensor) -> dict[str, Any]:
     """Compile once; seconds, and bytes of resident memory."""
-    graph = TrainGraph(model, torch.optim.AdamW(model.parameters()), None, stage, place)
+    graph = TrainGraph(model, torch.optim.AdamW(model.parameters()), None, STAGE, place)
     compiling: Any = compile_step
     capture, seconds = compiling.capture, list[float]()
 
@@ -112,24 +95,24 @@ def peak_rss() -> int:
 
 # ---- the command
 
+MEASURES: dict[str, Callable[[int, int], dict[str, Any]]] = {"gpt2": measure_gpt2, "llama": measure_llama}
+CELLS = {"gpt2": [(12, 64), (24, 64), (48, 64), (12, 8), (12, 1024)], "llama": [(32, TP * TP), (8, TP * TP)]}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subject", choices=MODELS)
-    parser.add_argument("--full", action="store_true", help="gpt2: more layers, more ranks; three processes each")
-    parser.add_argument("--layers", type=int, nargs="+", help="numbers of layers, at 64 ranks")
-    parser.add_argument("--ranks", type=int, nargs="+", help="gpt2: numbers of ranks, at 12 layers")
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3)
-    parser.add_argument("--repeat", type=int, help="processes per measurement: by default 1, with --full 3")
-    parser.add_argument("--measure", type=int, nargs=2, metavar=("LAYERS", "RANKS"), help="one measurement, as JSON")
+    parser.add_argument("subject", choices=MEASURES)
+    parser.add_argument("--full", action="store_true", help="other numbers of layers and ranks too")
+    parser.add_argument("--layers", type=int, help="only so many, on 64 ranks")
     options = options_of(parser)
-    if options.measure:
-        layers, ranks = options.measure
-        print(json.dumps(MODELS[options.subject](layers, ranks, options.stage)))
-        return
-    repeat = options.repeat or 1 + 2 * options.full
-    found = {cell: fastest(options.subject, *cell, options.stage, repeat) for cell in cells_of(options)}
-    print(f"{options.subject}, stage {options.stage}, one core\n")
+    cells = CELLS[options.subject] if options.full else CELLS[options.subject][:1]
+    found: Found = {}
+    for cell in [(options.layers, 64)] if options.layers else cells:
+        figures, end, _ = in_child(partial(MEASURES[options.subject], *cell), wall=600)
+        if figures is None:
+            raise RuntimeError(f"{options.subject} of {cell[0]} layers on {cell[1]} ranks: {end}")
+        found[cell] = figures
+    print(f"{options.subject}, stage {STAGE}, one core\n")
     show(found)
 
 
