@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from models import CASES, OPTIMIZERS, bert, gpt2, t5, vit
-from parity import BATCH, Cell, Trained, TrainGraph, plain
+from parity import BATCH, Trained, TrainGraph, plain
 from torch import nn
 
 import graphzero as gz
@@ -132,8 +132,12 @@ class Layout:
     names: tuple[str, ...]
     axis: str | None = None
 
+    @property
+    def size(self) -> int:
+        return prod(self.ranks)
+
     def placement(self, virtual: bool = True) -> Placement:
-        ranks = torch.arange(prod(self.ranks)).reshape(self.ranks).tolist()
+        ranks = torch.arange(self.size).reshape(self.ranks).tolist()
         return gz.placement("cpu", ranks, names=self.names, virtual=virtual)
 
     @property
@@ -148,7 +152,7 @@ class Layout:
 
 HYBRID = ("dp_replicate", "dp_shard")
 LAYOUTS = {
-    "dp4": Layout((4,), ("dp",)),
+    **{f"dp{ranks}": Layout((ranks,), ("dp",)) for ranks in (1, 2, 3, 4)},
     "dp2 x tp2": Layout((2, 2), ("dp", "tp")),
     "tp4": Layout((4,), ("tp",)),
     "dp2 x dp2": Layout((2, 2), HYBRID),
@@ -157,17 +161,22 @@ LAYOUTS = {
 
 
 @cache
-def reference(model: str) -> Trained:
-    return plain(Cell(model, "adamw", 0, 1), STEPS)
+def reference(
+    model: str, optimizer: str = "adamw", dtype: torch.dtype = torch.float64, steps: int = STEPS
+) -> Trained:  # fmt: skip
+    return plain(model, optimizer, dtype, steps)
 
 
-def graph_of(model: str, layout: Layout, stage: int, virtual: bool = True) -> TrainGraph:
-    """A Graph that is to train ``model``, tensor-parallel where the layout has a tensor axis."""
+def graph_of(
+    model: str, layout: Layout, stage: int, virtual: bool = True, optimizer: str = "adamw",
+    dtype: torch.dtype = torch.float64, steps: int = STEPS,
+) -> TrainGraph:  # fmt: skip
+    """A Graph that is to train ``model`` for so many steps, tensor-parallel where the layout has a tensor axis."""
     placement = layout.placement(virtual)
-    network = CASES[model].model(torch.float64)
+    network = CASES[model].model(dtype)
     if "tp" in layout.names and not parallelise(network, PLANS[model], placement):
         raise ValueError(f"the plan of {model} splits nothing on {placement!r}")
-    graph = TrainGraph(network, *OPTIMIZERS["adamw"](network.parameters(), STEPS), placement=placement)
+    graph = TrainGraph(network, *OPTIMIZERS[optimizer](network.parameters(), steps), placement=placement)
     set_stage(graph, layout, stage)
     return graph
 
@@ -176,15 +185,18 @@ def set_stage(graph: TrainGraph, layout: Layout, stage: int) -> None:
     graph.config.enable_zero(stage > 0, stage=stage or 2, axis=layout.axis)
 
 
-def train(graph: TrainGraph, model: str, parts: int = 1, part: int = 0, through: Layout | None = None) -> Trained:
-    """Five steps.  ``part`` of so many ``parts`` of each batch is what this process gives: all, on virtual ranks.
+def train(
+    graph: TrainGraph, model: str, parts: int = 1, part: int = 0, through: Layout | None = None,
+    dtype: torch.dtype = torch.float64, steps: int = STEPS,
+) -> Trained:  # fmt: skip
+    """``part`` of so many ``parts`` of each batch is what this process gives: all, on virtual ranks.
 
     through: each step is at the next stage of this layout; the Graph is captured once.
     """
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         if through is not None:
             set_stage(graph, through, through.stages[step % len(through.stages)])
-        batch = CASES[model].batch(step, BATCH, torch.float64)
+        batch = CASES[model].batch(step, BATCH, dtype)
         losses.append(graph(*(x.chunk(parts)[part] for x in batch)).item())
     return Trained(losses, graph.full_state_dict()["modules"]["model"])

@@ -1,4 +1,4 @@
-"""The same training twice, by a Graph and by plain PyTorch on the whole batch, and how far apart they are."""
+"""A Graph that trains any benchmark model, plain PyTorch on the whole batch, and how far apart two trainings are."""
 
 from __future__ import annotations
 
@@ -24,22 +24,6 @@ LIMITS = {
 }
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One training: which model and optimizer, on how many ranks of which kind ("virtual" or "gloo")."""
-
-    model: str
-    optimizer: str
-    stage: int
-    ranks: int
-    kind: str = "virtual"
-    dtype: torch.dtype = torch.float64
-
-    @property
-    def limits(self) -> tuple[float, float | None]:
-        return LIMITS[self.dtype, self.optimizer]
-
-
 @dataclass
 class Trained:
     """Losses of all steps; parameters and buffers when they are done, whole."""
@@ -55,8 +39,8 @@ class Difference:
     loss: float
     tensor: float
 
-    def within(self, cell: Cell) -> bool:
-        loss, tensor = cell.limits
+    def within(self, dtype: torch.dtype, optimizer: str) -> bool:
+        loss, tensor = LIMITS[dtype, optimizer]
         return self.loss <= loss and (tensor is None or self.tensor <= tensor)
 
 
@@ -85,14 +69,13 @@ class TrainGraph(gz.Graph):
         return loss
 
 
-def plain(cell: Cell, steps: int = STEPS) -> Trained:
-    """Plain PyTorch; stage, ranks and kind of the cell have no meaning here."""
-    case = CASES[cell.model]
-    model = case.model(cell.dtype)
-    optimizer, schedule = OPTIMIZERS[cell.optimizer](model.parameters(), steps)
+def plain(model_name: str, optimizer_name: str, dtype: torch.dtype, steps: int = STEPS) -> Trained:
+    case = CASES[model_name]
+    model = case.model(dtype)
+    optimizer, schedule = OPTIMIZERS[optimizer_name](model.parameters(), steps)
     losses = []
     for step in range(steps):
-        loss = model(*case.batch(step, BATCH, cell.dtype))
+        loss = model(*case.batch(step, BATCH, dtype))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -100,23 +83,6 @@ def plain(cell: Cell, steps: int = STEPS) -> Trained:
             schedule.step()
         losses.append(loss.item())
     return Trained(losses, {name: x.detach().clone() for name, x in model.state_dict().items()})
-
-
-def trained(cell: Cell, steps: int = STEPS) -> Trained:
-    """The Graph; on gloo every rank of the world calls it and gets the same."""
-    case = CASES[cell.model]
-    model = case.model(cell.dtype)
-    optimizer, schedule = OPTIMIZERS[cell.optimizer](model.parameters(), steps)
-    placement = gz.placement("cpu", range(cell.ranks), virtual=cell.kind == "virtual")
-    graph = TrainGraph(model, optimizer, schedule, cell.stage, placement)
-    losses = []
-    for step in range(steps):
-        batch = case.batch(step, BATCH, cell.dtype)
-        if cell.kind != "virtual":
-            rank = torch.distributed.get_rank()
-            batch = tuple(x.chunk(cell.ranks)[rank] for x in batch)
-        losses.append(graph(*batch).item())
-    return Trained(losses, graph.full_state_dict()["modules"]["model"])
 
 
 def difference(found: Trained, wanted: Trained) -> Difference:

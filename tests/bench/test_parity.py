@@ -1,68 +1,61 @@
 """A Graph on n ranks trains as plain PyTorch does in one process: a chosen part of bench/grid.py parity."""
 
-from functools import cache
-
 import pytest
 import torch
 from _run import on_gloo
-from parity import Cell, Trained, difference, plain, same_bits, trained
-
-STAGES = (0, 1, 2, 3)
-
-
-@cache
-def reference(model: str, optimizer: str, dtype: torch.dtype) -> Trained:
-    return plain(Cell(model, optimizer, stage=0, ranks=1, dtype=dtype))
+from layouts import LAYOUTS, STAGES, graph_of, reference, train
+from parity import STEPS, Trained, difference, same_bits
 
 
-def check(cell: Cell) -> Trained:
-    found = trained(cell)
-    apart = difference(found, reference(cell.model, cell.optimizer, cell.dtype))
-    assert apart.within(cell), f"{cell}: {apart}, limits {cell.limits}"
+def trained(model: str, optimizer: str, stage: int, ranks: int, dtype: torch.dtype = torch.float64) -> Trained:
+    graph = graph_of(model, LAYOUTS[f"dp{ranks}"], stage, True, optimizer, dtype, STEPS)
+    found = train(graph, model, dtype=dtype, steps=STEPS)
+    apart = difference(found, reference(model, optimizer, dtype, STEPS))
+    assert apart.within(dtype, optimizer), f"{model}, {optimizer}, stage {stage}, {ranks} ranks, {dtype}: {apart}"
     return found
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_an_mlp_on_four_virtual_ranks_trains_as_plain_pytorch_does(optimizer, stage):
-    check(Cell("mlp", optimizer, stage, ranks=4))
+    trained("mlp", optimizer, stage, ranks=4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_any_number_of_ranks_trains_alike_even_where_parameters_do_not_divide(ranks):
-    check(Cell("mlp", "adamw", stage=3, ranks=ranks))
+    trained("mlp", "adamw", stage=3, ranks=ranks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_batch_norm_sees_the_whole_batch(stage, dtype):
-    check(Cell("convnet", "sgd", stage, ranks=3, dtype=dtype))
+    trained("convnet", "sgd", stage, ranks=3, dtype=dtype)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_gpt2_with_its_tied_embedding_trains_as_plain_pytorch_does(stage):
-    check(Cell("gpt2", "adamw", stage, ranks=3))
+    trained("gpt2", "adamw", stage, ranks=3)
 
 
 @pytest.mark.parametrize("model", ["mlp", pytest.param("convnet", marks=pytest.mark.slow)])
 def test_all_stages_give_the_same_bits(model):
-    runs = [check(Cell(model, "adamw", stage, ranks=3, dtype=torch.float32)) for stage in STAGES]
+    runs = [trained(model, "adamw", stage, ranks=3, dtype=torch.float32) for stage in STAGES]
     assert all(same_bits(run, runs[0]) for run in runs[1:])
 
 
 @pytest.mark.parametrize(("model", "stage"), [("gru", 1), ("encoder", 2), ("vit", 3)])
 def test_other_kinds_of_networks_train_as_plain_pytorch_does(model, stage):
-    check(Cell(model, "adamw", stage, ranks=2))
+    trained(model, "adamw", stage, ranks=2)
 
 
 def test_a_recurrent_layer_stays_split_in_float32_where_torch_has_one_op_for_it():
-    check(Cell("lstm", "sgd", stage=3, ranks=2, dtype=torch.float32))
+    trained("lstm", "sgd", stage=3, ranks=2, dtype=torch.float32)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["lstm", "encoder", "bert", "vit", "t5"])
 def test_other_kinds_of_networks_give_the_same_bits_at_all_stages(model):
-    runs = [check(Cell(model, "sgd", stage, ranks=3, dtype=torch.float32)) for stage in (0, 3)]
+    runs = [trained(model, "sgd", stage, ranks=3, dtype=torch.float32) for stage in (0, 3)]
     assert all(same_bits(run, runs[0]) for run in runs[1:])
 
 
@@ -77,27 +70,29 @@ def test_other_kinds_of_networks_give_the_same_bits_at_all_stages(model):
     ],
 )
 def test_transformers_give_the_same_bits_at_all_stages(model, optimizer, dtype):
-    runs = [check(Cell(model, optimizer, stage, ranks=4, dtype=dtype)) for stage in STAGES]
+    runs = [trained(model, optimizer, stage, ranks=4, dtype=dtype) for stage in STAGES]
     assert all(same_bits(run, runs[0]) for run in runs[1:])
+
+
+CELLS = [(model, stage) for model in ("convnet", "gpt2") for stage in (0, 3)]
 
 
 @pytest.mark.slow
 def test_gloo_processes_train_as_virtual_ranks_do():
-    cells = [Cell(model, "adamw", stage, ranks=2, kind="gloo") for model in ("convnet", "gpt2") for stage in (0, 3)]
-    for cell, found in zip(cells, on_gloo(2, on_rank, cells), strict=True):
-        virtual = check(Cell(cell.model, "adamw", cell.stage, ranks=2))
-        assert same_bits(found, virtual), f"{cell}: {difference(found, virtual)}"
+    for (model, stage), found in zip(CELLS, on_gloo(2, on_rank), strict=True):
+        virtual = trained(model, "adamw", stage, ranks=2)
+        assert same_bits(found, virtual), f"{model}, stage {stage}: {difference(found, virtual)}"
 
 
-def on_rank(rank: int, cells: list[Cell]) -> list[Trained]:
-    return [trained(cell) for cell in cells]
+def on_rank(rank: int) -> list[Trained]:
+    graphs = [(model, graph_of(model, LAYOUTS["dp2"], stage, virtual=False, steps=STEPS)) for model, stage in CELLS]
+    return [train(graph, model, 2, rank, steps=STEPS) for model, graph in graphs]
 
 
 def test_a_difference_beyond_the_limits_is_seen():
-    cell = Cell("mlp", "sgd", stage=0, ranks=1)
-    wanted = reference(cell.model, cell.optimizer, cell.dtype)
+    wanted, how = reference("mlp", "sgd"), (torch.float64, "sgd")
     off = Trained([loss * (1 + 2e-6) for loss in wanted.losses], wanted.tensors)
-    assert not difference(off, wanted).within(cell)
+    assert not difference(off, wanted).within(*how)
     moved = {name: x + 3e-6 for name, x in wanted.tensors.items()}
-    assert not difference(Trained(wanted.losses, moved), wanted).within(cell)
+    assert not difference(Trained(wanted.losses, moved), wanted).within(*how)
     assert not same_bits(off, wanted)
