@@ -1,12 +1,15 @@
-"""Public models, as they are published and tiny, three AdamW steps each at stage 3 on 4 virtual ranks, against eager.
+"""Public models and optimizers, as they are published, a few steps each on virtual ranks, against eager.
 
     python bench/zoo/run.py --save RESULTS.jsonl              # goes on where it was
     python bench/zoo/run.py --only 'transformers/llama' --save RESULTS.jsonl
+    python bench/zoo/run.py --only '^optimizers/' --save RESULTS.jsonl
     python bench/zoo/run.py --again refused,crashed,wrong --save RESULTS.jsonl
-    python bench/zoo/run.py --summary --save RESULTS.jsonl    # the tables; with --page they are put in docs/models.md
+    python bench/zoo/run.py --summary --save RESULTS.jsonl    # the tables; with --page they are put in their pages
 
-Packages are those of ``requirements.txt``; what is not installed is left out.  Outcomes: equal; skipped, where plain
-PyTorch does not run the tiny model; refused, by a GraphZeroError; crashed, by any other error or a limit; wrong.
+Models are tiny, and trained by AdamW; optimizers train a small model.  Packages are those of ``requirements.txt`` and
+the extra ``optimizers``; what is not installed is left out.  Outcomes: equal; skipped, where plain PyTorch does not run
+the tiny model, or step with a plain ``optimizer.step()``; refused, by a GraphZeroError; crashed, by any other error or
+a limit; wrong.
 One process a model, forked from one that has loaded the packages, with limits of processor time and memory.
 """
 
@@ -19,6 +22,8 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +32,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
 from _run import filled, in_child, keep_line, kept_lines, markdown
 
-from zoo import transformers_models, trial
+from zoo import optimizers, transformers_models, trial
 
 PHASES = ("graph", "export")
-PARTS = (transformers_models.cases, transformers_models.adapters)
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+MODELS = (transformers_models.cases, transformers_models.adapters)
+ROOT = Path(__file__).resolve().parents[2]
 Record = dict[str, Any]
 OUTCOMES = ("equal", "refused", "crashed", "wrong", "skipped")
 SECONDS, WALL, BYTES = 120, 600, 6 << 30
@@ -45,7 +50,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=1, help="every n-th model only")
     parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
     parser.add_argument("--summary", action="store_true", help="print the tables of what is kept, and run nothing")
-    parser.add_argument("--page", action="store_true", help="write the tables of what is kept into docs/models.md")
+    parser.add_argument("--page", action="store_true", help="write the tables of what is kept into their pages")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = kept_lines(options.save)
@@ -53,7 +58,7 @@ def main() -> int:
         print(summary(list(found.values())))
         return 0
     if options.page:
-        write_page(list(found.values()))
+        write_pages(list(found.values()))
         return 0
     trial.load_packages()
     gc.freeze()  # what is loaded is not looked through in every child
@@ -70,32 +75,42 @@ def main() -> int:
     return 1 if bad else 0
 
 
+@dataclass(frozen=True)
+class Case:
+    """judged, exported: what gives the outcome here, and torch.export's."""
+
+    family: str
+    judged: Callable[[], Record]
+    exported: Callable[[], Record] | None = None
+
+
 @functools.cache
-def cases() -> dict[str, tuple[str, Callable[[], trial.Trial]]]:
-    """name -> family, and how the trial is made; of the packages that are installed."""
-    found: dict[str, tuple[str, Callable[[], trial.Trial]]] = {}
-    for part in PARTS:
+def cases() -> dict[str, Case]:
+    """Those of the packages that are installed, by name."""
+    found: dict[str, Case] = {}
+    for part in MODELS:
         try:
-            found |= part()
+            for name, (family, make) in part().items():
+                found[name] = Case(family, partial(trial.judged, make), partial(trial.exported, make))
         except ImportError as error:
             print(f"without {part.__name__}: {error}")
-    return found
+    return found | {name: Case(*facts) for name, facts in optimizers.cases().items()}
 
 
 def done(record: dict[str, Any], phase: str) -> bool:
-    if record["outcome"] == "skipped":
+    if record["outcome"] == "skipped" or (phase == "export" and is_optimizer(record)):
         return True
     return "outcome" in record if phase == "graph" else phase in record
 
 
 def tried(name: str, phases: Sequence[str], before: dict[str, Any]) -> dict[str, Any]:
-    family, make = cases()[name]
+    case = cases()[name]
     known = {key: value for key, value in before.items() if "graph" not in phases or key.startswith("export")}
-    record: dict[str, Any] = {**known, "name": name, "family": family}
+    record: dict[str, Any] = {**known, "name": name, "family": case.family}
     if "graph" in phases:
-        record |= forked(lambda: trial.judged(make))
-    if "export" in phases and record.get("outcome") != "skipped":
-        got = forked(lambda: trial.exported(make))
+        record |= forked(case.judged)
+    if "export" in phases and record.get("outcome") != "skipped" and case.exported is not None:
+        got = forked(case.exported)
         record |= {key: value for key, value in got.items() if key.startswith("export")}
         if "export" not in got:
             record |= {"export": "failed", "export_cause": got.get("cause", "")}
@@ -125,17 +140,31 @@ def line_of(record: Record) -> str:
     return f"{record['outcome']:8} {record.get('cpu_s', 0):5.1f} s  {record['name']}  {cause[:150]}  {peer}"
 
 
+def is_optimizer(record: Record) -> bool:
+    return record["name"].startswith("optimizers/")
+
+
 def summary(records: Sequence[Record]) -> str:
     """Counts by family, what torch.export takes, and what was not equal by cause."""
-    return "\n\n".join(table(records) for table in TABLES.values())
+    return "\n\n".join(tables_of(records).values())
 
 
-def write_page(records: Sequence[Record], page: Path = PAGE) -> None:
-    """Put each table between its two lines of the page."""
-    text = page.read_text()
-    for name, table in TABLES.items():
-        text = filled(text, "zoo/run.py", name, table(records))
-    page.write_text(text)
+def tables_of(records: Sequence[Record]) -> dict[tuple[str, str], str]:
+    """By the page and the name that a table has there."""
+    models = [record for record in records if not is_optimizer(record)]
+    ours = [record for record in records if is_optimizer(record)]
+    tables = (
+        {("docs/models.md", table.__name__): table(models) for table in (families, shares, causes)} if models else {}
+    )
+    pages = {("docs/optimizers.md", "optimizers"): families, ("bench/results/optimizers.md", "outcomes"): outcomes}
+    return tables | ({key: table(ours) for key, table in pages.items()} if ours else {})
+
+
+def write_pages(records: Sequence[Record]) -> None:
+    """Put each table between its two lines of its page."""
+    for (page, name), table in tables_of(records).items():
+        path = ROOT / page
+        path.write_text(filled(path.read_text(), "zoo/run.py", name, table))
 
 
 def families(records: Sequence[Record]) -> str:
@@ -173,6 +202,15 @@ def causes(records: Sequence[Record]) -> str:
     return markdown(["cause", "outcome", "models", "torch.export takes", "which"], rows)
 
 
+def outcomes(records: Sequence[Record]) -> str:
+    """Each optimizer, with its cause or how far it is from plain PyTorch."""
+    rows = [(record["outcome"], record["name"].removeprefix("optimizers/"), record["cause"]) for record in records]
+    rows.sort(key=lambda row: (OUTCOMES.index(row[0]), row[1]))
+    return markdown(
+        ["optimizer", "outcome", "cause, or distance"], [(name, one, _cell(cause)) for one, name, cause in rows]
+    )
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "/")[:140]
 
@@ -180,9 +218,6 @@ def _cell(text: str) -> str:
 def _names(members: Sequence[Record], limit: int = 6) -> str:
     names = [member["name"].removeprefix("transformers/") for member in members]
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
-TABLES = {"families": families, "shares": shares, "causes": causes}
 
 
 if __name__ == "__main__":

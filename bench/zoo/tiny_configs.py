@@ -42,7 +42,6 @@ def rules(*pairs: tuple[str, Small]) -> Rules:
 STAYS = rules(
     (r"((num|in|input|audio|mask_input|out)_)?channels|in_chans", same),
     (r"mel_dim|input_dim|type_vocab_size|num_feat_extract_layers|.*conv_kernel\w*|max_2d_position_embeddings", same),
-    (r"num_input_channels|sampling_rate|hop_length", same),
 )
 WORDS = rules((r".*vocab_size|vocab_size_per_layer_input|n_vocab|codebook_size|num_embeddings", at_most(VOCABULARY)))
 HEADS = rules(
@@ -91,24 +90,24 @@ _AS_THEY_ARE = ("rope_parameters", "rope_scaling", "attribute_map")
 # Beside the general rules, by a pattern of the model type.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "t5|longt5|switch_transformers|udop|pop2piano": {"decoder_start_token_id": 0},
-    "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "nemotron_h": {"n_groups": 1},
     "zamba2": {"n_mamba_heads": 4, "mamba_headdim": 16, "hybrid_layer_ids": [1]},
     "reformer": {"is_decoder": True, "axial_pos_shape": [4, 4]},
     "xmod": {"default_language": "en_XX"},
     "gemma3n|gemma3n_text": {"num_kv_shared_layers": 0},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "wav2vec2-bert|wav2vec2-conformer": {"vocab_size": 32},
     "granite_speech5_ctc|granite_speech5_encoder": {"context_size": 8},
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16},
     "glm46v|glm4v|glm_ocr|glmga": {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}},
     "glm4v_moe": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 0]}}},
     "glm4v_text|glm_ocr_text|glm_image_text": {"rope_parameters": {"mrope_section": [2, 1, 1]}},
     "glm4v_moe_text": {"rope_parameters": {"mrope_section": [1, 1, 0]}},
     "hyperclovax_vision_v2": {"vision_config": {"window_size": 32, "fullatt_block_indexes": [1], "hidden_size": 32}},
     "blip-2|instructblip|instructblipvideo": {"image_token_index": 100},
-    "dinov3_vit": {"pos_embed_shift": None, "pos_embed_jitter": None, "pos_embed_rescale": None},
+    "dinov3_vit": {"pos_embed_rescale": None},
 }
 
 
