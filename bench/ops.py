@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from graphzero.capture import Captured, Input, Inputs, Step, capture
 from graphzero.errors import CaptureError
 from graphzero.ir import calls as ir_calls
-from graphzero.ir import ops as ir_ops
+from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import role_of
 from graphzero.ops import UNIFORM_LIKE
 from graphzero.plugins.check.initial_state import start_of
@@ -51,7 +51,7 @@ SAVED_WIDER = ("native_batch_norm", "_native_batch_norm_legit")  # their saved s
 NAN_IN_16_BITS = ("matrix_exp", "linalg.matrix_exp")  # of torch's kernels; tests/capture compares ours with float32
 DRAWS = (UNIFORM_LIKE,)  # where a piece of it begins is localize's to say
 RANKS = (2, 3)
-PLACE = placement("cpu", range(1))
+PLACE, CPU = placement("cpu", range(1)), torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -140,38 +140,28 @@ class Sampled:
         step = Step("Sampled", PLACE, self.build, {"module": self.module})
         return capture(step, Inputs(leaves, pytree.tree_structure((given, {}))))
 
-    def calls(self, captured: Captured, made: list[Any]) -> Iterator[AtenCall]:
-        """Run what was captured, call by call; the step's results go to ``made``."""
+    def run(self, captured: Captured, graph: StepGraph) -> dict[fx.Node, Any]:
+        """The value of each node of the graph that was captured."""
         given = {f"x{i}": x for i, x in enumerate((*self.inputs, *self.weights))}
-        held = {f"module.{name}": p.detach() for name, p in self.module.named_parameters()}
-        env: dict[fx.Node, Any] = {}
-        graph = captured.graph
+        given |= {f"module.{name}": p.detach() for name, p in self.module.named_parameters()}
+        values = dict(captured.constants)
         for node in graph.nodes:
-            if node.op == "placeholder":
-                env[node] = _placed(node, captured, given, held)
-            elif node.op == "call_function":
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: env[x])
-                if node.target is ir_ops.use:
-                    env[node] = args[0]
-                    continue
-                if isinstance(node.target, torch._ops.OpOverload):
-                    yield AtenCall(node.target, args, dict(kwargs))
-                with torch.no_grad():
-                    env[node] = node.target(*args, **kwargs)
-        made += [env[x] if isinstance(x, fx.Node) else x for x in graph.outputs]
+            if node.op == "placeholder" and node.name not in values:
+                role = role_of(node)
+                values[node.name] = torch.tensor(0) if role.kind == "seed" else given[role.of]
+        return walk(graph, values, CPU)
+
+
+def aten_calls(graph: StepGraph, values: dict[fx.Node, Any]) -> Iterator[AtenCall]:
+    """Every call of an op in a step that was run, with its values."""
+    for node in graph.nodes:
+        if ir_calls.is_op(node):
+            args, kwargs = fx.node.map_arg((node.args, kernels.keywords(node, CPU)), values.__getitem__)
+            yield AtenCall(node.target, tuple(args), dict(kwargs))
 
 
 def _differentiable(out: list[Tensor]) -> list[Tensor]:
     return [x for x in out if x.requires_grad]
-
-
-def _placed(node: fx.Node, captured: Captured, given: dict[str, Tensor], held: dict[str, Tensor]) -> Any:
-    role = role_of(node)
-    if node.name in captured.constants:
-        return captured.constants[node.name]
-    if role.kind == "seed":
-        return torch.tensor(0)
-    return given[role.of] if role.kind == "batch" else held[role.of]
 
 
 @cache
@@ -215,23 +205,24 @@ def tally(dtype: torch.dtype, seen: set[Any], every: int = 1, most: int = 4) -> 
         except CaptureError:
             found.refused += 1
             continue
-        made: list[Any] = []
+        graph = captured.graph
         try:
-            for call in step.calls(captured, made):
+            values = step.run(captured, graph)
+            for call in aten_calls(graph, values):
                 if call.key() not in seen:
                     seen.add(call.key())
                     try_call(call, found)
         except (RuntimeError, NotImplementedError) as error:
             found.wrong.append(f"{step.name}: the captured step fails: {error}")
             continue
-        if not _agrees(step, captured, made):
+        if not _agrees(step, graph, [values[x] if isinstance(x, fx.Node) else x for x in graph.outputs]):
             found.wrong.append(f"{step.name}: the captured step computes something else")
     return found
 
 
-def _agrees(step: Sampled, captured: Captured, made: list[Any]) -> bool:
+def _agrees(step: Sampled, graph: StepGraph, made: list[Any]) -> bool:
     """Whether what was captured computes what the op does.  Random numbers are other ones, memory is as it is."""
-    ops = [node.target for node in captured.graph.nodes if node.op == "call_function"]
+    ops = [node.target for node in graph.nodes if node.op == "call_function"]
     if any(op in DRAWS or op_name(op).startswith(UNSPECIFIED) for op in ops):
         return [x.shape for x in made] == [x.shape for x in step.expected]
     if step.name in SAVED_WIDER:
@@ -297,14 +288,8 @@ def model_calls(model: str) -> Iterator[AtenCall]:
     graph = graph_of(model, LAYOUTS["dp4"], 0)
     with graph.prepared_call(f"the ops of {model}", CASES[model].batch(0, BATCH, torch.float64), {}) as prepared:
         captured = prepared.program.history[0].before
-        device = torch.device("cpu")
-        with torch.no_grad():
-            values = walk(captured, start_of(prepared, False).values, device)
-    for node in captured.nodes:
-        if ir_calls.is_op(node):
-            args = fx.node.map_arg(node.args, lambda arg: moderate(values[arg]))
-            kwargs = fx.node.map_arg(kernels.keywords(node, device), lambda arg: moderate(values[arg]))
-            yield AtenCall(node.target, tuple(args), dict(kwargs))
+        values = walk(captured, start_of(prepared, False).values, CPU)
+    yield from aten_calls(captured, {node: moderate(x) for node, x in values.items()})
 
 
 def moderate(x: Any) -> Any:

@@ -46,11 +46,11 @@ def test_a_wrong_rule_and_a_wrong_capture_are_found(monkeypatch: pytest.MonkeyPa
     assert "a wrong signature" in found.wrong
     monkeypatch.setattr(ops, "violations", lambda *args, **kwargs: [])
 
-    def off_by_one(step: Any, captured: Any, made: list[Any]) -> Any:
-        yield from original(step, captured, made)
-        made[:] = [x + 1 for x in made]
+    def off_by_one(step: Any, captured: Any, graph: Any) -> Any:
+        values = original(step, captured, graph)
+        return {node: x + 1 if node in graph.outputs else x for node, x in values.items()}
 
-    original = ops.Sampled.calls
-    monkeypatch.setattr(ops.Sampled, "calls", off_by_one)
+    original = ops.Sampled.run
+    monkeypatch.setattr(ops.Sampled, "run", off_by_one)
     found = ops.tally(torch.float64, set(), every=300, most=1)
     assert any("computes something else" in line for line in found.wrong)
