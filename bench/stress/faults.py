@@ -175,24 +175,6 @@ def scheduler_raises(job: Job, chance: random.Random) -> Any:
         vars(job.graph.schedule).pop("step")
 
 
-def another_shape(job: Job, chance: random.Random) -> Any:
-    return float(job.graph(batch(job.step, job.rank)[:4]))
-
-
-def compiles_alone(job: Job, chance: random.Random) -> Any:
-    job.graph.compile(batch(job.step, job.rank))
-    return job.call()
-
-
-def another_rate(job: Job, chance: random.Random) -> Any:
-    (group,) = job.graph._source.optimizers[0].optimizer.param_groups
-    before, group["lr"] = group["lr"], 0.5
-    try:
-        return job.call()
-    finally:
-        group["lr"] = before
-
-
 def killed(job: Job, chance: random.Random) -> Any:
     """By a signal that nothing can catch, at any moment."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -232,9 +214,6 @@ FAULTS: dict[str, Fault] = {
     "an exception while binding": Fault(between("_bind")),
     "an exception before running": Fault(between("_run")),
     "a scheduler raises": Fault(scheduler_raises),
-    "another shape": Fault(another_shape),
-    "another rate": Fault(another_rate),
-    "compile() on one rank": Fault(compiles_alone),
     "killed": Fault(killed, is_end=True),
     "killed, a child lives on": Fault(killed_with_a_child, is_end=True),
     "os._exit": Fault(exits, is_end=True),
