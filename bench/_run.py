@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import gc
 import json
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -93,7 +97,10 @@ def in_child(find: Callable[[], Found], wall: int, cpu: int = -1, nbytes: int = 
             resource.setrlimit(resource.RLIMIT_DATA, (nbytes, -1))
             for stream in (0, 1, 2):
                 os.dup2(os.open(os.devnull, os.O_RDWR), stream)
-            result = pickle.dumps(find())
+            try:
+                result = pickle.dumps((find(), ""))
+            except Exception:
+                result = pickle.dumps((None, traceback.format_exc()))
             with os.fdopen(writer, "wb") as pipe:
                 pipe.write(result)
             os._exit(0)
@@ -104,8 +111,8 @@ def in_child(find: Callable[[], Found], wall: int, cpu: int = -1, nbytes: int = 
         result = pipe.read()
     _, status, used = os.wait4(child, 0)
     if not status:
-        found: Found = pickle.loads(result)
-        return found, "", used
+        found, text = pickle.loads(result)
+        return found, text, used
     ends = {signal.SIGALRM: f"more than {wall} s", signal.SIGXCPU: f"more than {cpu} s of processor time"}
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     return None, ends.get(number, f"killed by {signal.Signals(number).name}") if number else "no result", used  # type: ignore[call-overload]
@@ -118,18 +125,40 @@ def average(numbers: Any) -> Any:
     return (total / dist.get_world_size()).tolist()
 
 
+# ---- resident memory, as Linux counts it
+
+
+def reset_high_water() -> int:
+    """Give back what is free and begin the high-water mark again; the resident bytes."""
+    give_back()
+    Path("/proc/self/clear_refs").write_text("5")
+    return high_water()
+
+
+def give_back() -> None:
+    """Give freed memory back to the kernel."""
+    gc.collect()
+    if hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def high_water() -> int:
+    """The most bytes of this process that were resident since the mark was reset."""
+    (kilobytes,) = re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return int(kilobytes) * 1024
+
+
+# ---- pages and records
+
+
 END = "<!-- up to here -->\n"
 
 
-def begin(script: str, what: str) -> str:
-    """The line of a page after which a script's table ``what`` stands."""
-    return f"<!-- bench/{script} writes: {what} -->\n"
-
-
 def filled(page: str, script: str, what: str, text: str) -> str:
-    """The page with ``text`` between that line and the end."""
-    before, rest = page.split(begin(script, what))
-    return f"{before}{begin(script, what)}{text}\n{END}{rest.split(END, 1)[1]}"
+    """The page with ``text`` between the line that names a script's table ``what`` and the end."""
+    begin = f"<!-- bench/{script} writes: {what} -->\n"
+    before, rest = page.split(begin)
+    return f"{before}{begin}{text}\n{END}{rest.split(END, 1)[1]}"
 
 
 def kept_lines(file: str) -> dict[str, dict[str, Any]]:

@@ -1,12 +1,12 @@
 """Cost of checkpoints beside torch.distributed.checkpoint: ``python bench/files.py``; figures: bench/results/files.md.
 
-GPT-2 with 124 million parameters and AdamW's states, float32, on two gloo ranks at stage 3, against FSDP2 of the same
-model and DCP (``torch.distributed.checkpoint``, its own defaults: one thread, files synced).  One run of two processes:
-both hold their model all the time, and take turns.  A load reads files that were just written, and once more, from the
-disk, when the kernel has forgotten them.  Seconds are those of the slowest rank, from the moment when all
-have come; those of the processor are both ranks' together, in all threads; the peak is of what a rank holds beside what
-it held before, as the kernel counts it.  graphzero sums all
-that it writes and compares what it reads; DCP does neither.
+A GPT of GPT-2's size, 124 million parameters, and AdamW's states, float32, on two gloo ranks at stage 3, against FSDP2
+of the same model and DCP (``torch.distributed.checkpoint``, its own defaults: one thread, files synced).  Both hold
+their model all the time in the same two processes, and take turns.  A load reads files that were just written, in
+``TMPDIR``, and once more, from the disk, when the kernel has forgotten them.  Seconds are those of the slowest rank,
+from the moment when all have come; those of the processor are both ranks' together, in all threads; the peak is of what
+a rank holds beside what it held before, as the kernel counts it.  graphzero sums all that it writes and compares what
+it reads; DCP does neither.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _run import average, markdown, on_gloo, options_of
-from models import gpt2
+from _run import average, give_back, high_water, markdown, on_gloo, options_of, reset_high_water
 from parity import TrainGraph
-from peak_memory import CLEAR, give_back, high_water, resident
-from torch import Tensor, nn
+from systems import adamw, fully_sharded, graph
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from workloads import Shape, Workload, gpt
 
 import graphzero as gz
 
-TOKENS = 16
 WHAT = "save", "load", "load from the disk"
 Cost = tuple[float, float, float]  # seconds, seconds of the processor, MB
 
@@ -43,9 +41,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--folder", default=None, help="on the disk that is measured")
     options = options_of(parser)
-    report(on_gloo(2, work, options.rounds, options.layers, options.folder))
+    report(on_gloo(2, work, options.rounds, options.layers))
 
 
 def report(found: dict[str, Any]) -> None:
@@ -61,24 +58,15 @@ def report(found: dict[str, Any]) -> None:
     print(markdown(["", "graphzero", "DCP", "ratio", "graphzero from to", "DCP from to"], rows))
 
 
-def make_model(layers: int) -> nn.Module:
-    torch.manual_seed(0)
-    return gpt2(layers, width=768, heads=12, vocabulary=50257, context=1024)
-
-
 class Theirs:
     """FSDP2 of the same, one unit a block."""
 
-    def __init__(self, layers: int) -> None:
-        self.model = make_model(layers)
-        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-        for block in self.model.body.transformer.h:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+    def __init__(self, workload: Workload) -> None:
+        self.model = fully_sharded(workload.model(), workload)
+        self.optimizer = adamw(self.model)
 
-    def step(self, tokens: Tensor) -> None:
-        self.model(tokens, tokens).backward()
+    def step(self, x: Tensor, y: Tensor) -> None:
+        self.model(x, y).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -95,13 +83,15 @@ class Theirs:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def work(rank: int, rounds: int, layers: int, place: str | None) -> dict[str, Any]:
-    folder = Path(shared(tempfile.mkdtemp(dir=place)))
-    tokens = torch.arange(TOKENS).view(1, -1) + rank
-    model, theirs = make_model(layers), Theirs(layers)
-    ours = TrainGraph(model, torch.optim.AdamW(model.parameters(), lr=1e-4), None, 3, gz.placement("cpu", range(2)))
-    ours(tokens, tokens)
-    theirs.step(tokens)
+def work(rank: int, rounds: int, layers: int) -> dict[str, Any]:
+    folders = [tempfile.mkdtemp()]  # of TMPDIR
+    dist.broadcast_object_list(folders)
+    folder = Path(folders[0])
+    workload = gpt(Shape(vocabulary=50257, width=768, layers=layers, heads=12, batch=1, context=16, tied=True))
+    batch = workload.part(0, rank, 2)
+    ours, theirs = graph(3, workload), Theirs(workload)
+    ours(*batch)
+    theirs.step(*batch)
     check_equal_size(ours, theirs)
     found: dict[str, Any] = {f"{who} {what}": [] for who in ("graphzero", "DCP") for what in WHAT}
     try:
@@ -143,12 +133,6 @@ def check_equal_size(ours: TrainGraph, theirs: Theirs) -> None:
     assert abs(counts[0] - counts[1]) < 0.01 * counts[1], counts
 
 
-def shared(mine: str) -> str:
-    made = [mine]
-    dist.broadcast_object_list(made)
-    return made[0]
-
-
 def settle() -> None:
     """Wait until all writes have reached the disk, on all ranks, and give freed memory back to the kernel."""
     give_back()
@@ -170,8 +154,7 @@ def forget(path: Path) -> None:
 def measure(act: Callable[[], Any]) -> Cost:
     """Seconds until all are through; of the processor, both ranks together; MB at the peak beside what was held before,
     of the fullest rank."""
-    CLEAR.write_text("5")  # the peak begins again
-    before = resident("VmRSS")
+    before = reset_high_water()
     dist.barrier()
     began, busy = time.perf_counter(), time.process_time()
     act()

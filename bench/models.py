@@ -258,10 +258,10 @@ def vectors(step: int, size: int, dtype: torch.dtype) -> Batch:
     return x.to(dtype), torch.randint(10, (size,), generator=generator)
 
 
-def images(step: int, size: int, dtype: torch.dtype) -> Batch:
+def images(step: int, size: int, dtype: torch.dtype, side: int = 8, classes: int = 10) -> Batch:
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(size, 3, 8, 8, generator=generator, dtype=torch.float64)
-    return x.to(dtype), torch.randint(10, (size,), generator=generator)
+    x = torch.randn(size, 3, side, side, generator=generator, dtype=torch.float64)
+    return x.to(dtype), torch.randint(classes, (size,), generator=generator)
 
 
 def tokens(step: int, size: int, dtype: torch.dtype, vocabulary: int = 96, context: int = 16) -> Batch:

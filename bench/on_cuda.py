@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--only", choices=SYSTEMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit(f"bench/on_cuda.py needs a GPU; torch {torch.__version__} finds none. On the CPU: bench/step_time.py")
+        sys.exit(f"bench/on_cuda.py needs a GPU; torch {torch.__version__} finds none. On the CPU: bench/peers.py")
     sizes = {"vocabulary": options.vocabulary, "batch": options.batch, "context": options.context}
     shape = replace(GPT2[options.size], **sizes)
     if options.only:

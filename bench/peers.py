@@ -1,230 +1,296 @@
-"""Steps on split sequences beside DeepSpeed's Ulysses, and of split experts beside DDP, on gloo ranks of one thread.
+"""Step time and memory of graphzero beside other systems, on gloo ranks of one thread.
 
-    python bench/peers.py sequences                              # two ranks, 2 sequences of 1,024 tokens
-    python bench/peers.py sequences --ranks 4 --length 4096
-    python bench/peers.py experts                                # two ranks, 2 sequences of 256 tokens each
+    python bench/peers.py data                      # ZeRO's stages, DDP, FSDP2, DeepSpeed; a GPT of 7.4 M parameters
+    python bench/peers.py data --model B            # of 24 M; conv is a convolutional network
+    python bench/peers.py data --what memory        # peak of resident memory
+    python bench/peers.py data --micro-batches 4
+    python bench/peers.py data --precision bfloat16 --also "graphzero + bfloat16 masters"
+    python bench/peers.py stages                    # pipelines; torch.distributed.pipelining, DeepSpeed
+    python bench/peers.py stages --model ragged --also "PyTorch, whole batch"    # micro-batches of other label counts
+    python bench/peers.py sequences --model long    # split sequences; DeepSpeed's Ulysses
+    python bench/peers.py experts                   # split experts of a small Qwen3-MoE; DDP
+    python bench/peers.py documents                 # one JSON, read here and by DeepSpeed itself
 
-All systems train the same model from the same weights with fused AdamW.  A step is timed from a barrier of all ranks to
-the next, optimizer included.  Rounds alternate, in another order each; a round's first step does not count.  A ratio is
-that of medians in one round; shown are its median over rounds and its quartiles.  *CPU* are the processor's seconds in
-a step, mean over ranks.
+All systems of a subject train the same model from the same weights on the same data with AdamW, fused for the peers.
+DeepSpeed is there if it can be imported (``pip install deepspeed``).  ``GRAPHZERO_TRANSPORT=gloo`` in the environment
+lets graphzero send through gloo, as between hosts.
 
-sequences: a GPT on sequences of which each rank holds a piece.  *In turn*: tokens are dealt out in turn, so that ranks
-have equal work under the causal mask.  DeepSpeed is its ``DistributedAttention`` in a model that is written for pieces,
-under DDP; it is there if it can be imported (``pip install deepspeed``).  torch's ``context_parallel`` has no attention
-for a CPU (docs/sequences.md).  experts: a small Qwen3-MoE at stage 3 in each way of split experts.
+time: all systems run in the same processes.  Rounds alternate, in another order each, so that whatever else the machine
+does meets all of them; a round's first step does not count.  A step is timed from a barrier of all ranks to the next,
+so that it is the slowest rank's, optimizer included.  A ratio is taken round by round, of the rounds' medians; shown
+are its median over the rounds and its quartiles.  *CPU* are the processor's seconds in a step, of all threads of a
+rank, mean over ranks: a rank that sleeps until another has come uses none, and other work on the machine changes them
+less.  *Losses apart* are the largest relative difference from the first system that a row is compared with, else from
+the first row, over all steps.
+
+memory: each system has fresh processes.  It first trains a toy, so that imports, code and its own machinery are there;
+from what a process then holds, before the model is made, the high-water mark of the kernel (VmHWM) is counted: to the
+end of the first step, which captures or compiles, and over the steps after it.  What is freed goes back to the kernel
+at once, so that the mark is of memory in use.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import statistics
+import sys
+import time
 import warnings
-from collections.abc import Callable, Mapping
-from functools import partial
-from importlib.util import find_spec
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import split_systems
+import systems
 import torch
 import torch.distributed as dist
-from _run import markdown, on_gloo, options_of
-from models import WithOwnLoss
-from parity import TrainGraph
-from step_time import Timed, apart, ms, time_in_turn
-from systems import adamw, import_deepspeed, mean
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-from workloads import GPT, Batch, Shape, gpt
+import workloads
+from _run import average, high_water, markdown, on_gloo, options_of, reset_high_water
+from systems import System
+from workloads import Workload
 
-import graphzero as gz
-from graphzero.sbp import S
-
-Step = Callable[[Tensor, Tensor], Tensor]  # a batch -> the loss, of this rank's part or of all
-Begin = Callable[[argparse.Namespace], Step]
+BATCHES = 8
+# bytes from which glibc gives freed memory back at once; it reads them when a process starts
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
-def under_ddp(model: nn.Module, piece_of: Callable[[Tensor], Tensor] = lambda x: x) -> Step:
-    """piece_of: what this rank takes of an input."""
-    optimizer, wrapped = adamw(model), DistributedDataParallel(model)
+@dataclass(frozen=True)
+class Subject:
+    """Systems that train the same workloads, the first of which is the usual one.
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss: Tensor = wrapped(piece_of(x), piece_of(y))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    bases: systems that others are compared with; "torch" is for each row the one of its kind, such as "torch, 1f1b".
+    """
 
-    return step
+    workloads: Mapping[str, Workload]
+    systems: Sequence[System]
+    bases: Sequence[str]
 
+    def system(self, name: str) -> System:
+        (system,) = (s for s in self.systems if s.name == name)
+        return system
 
-# ---- sequences
+    def chosen(self, names: Sequence[str] | None, also: Sequence[str] = ()) -> list[System]:
+        """The systems of these names, all kinds where a name says none; without names all that are not special.
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of [batch, length, heads, dim] each
+        also: names of more.
+        """
 
+        def is_named(system: System, names: Sequence[str]) -> bool:
+            return any(system.name == n or system.name.startswith(f"{n},") for n in names)
 
-def shape_of(options: argparse.Namespace) -> Shape:
-    return Shape(2048, options.width, options.layers, options.heads, options.batch, options.length or 1024)
-
-
-def gpt_of(options: argparse.Namespace) -> GPT:
-    torch.manual_seed(0)
-    return GPT(shape_of(options))
-
-
-def split_sequence(options: argparse.Namespace, way: str, executor: str = "eager", in_turn: bool = False) -> Step:
-    """A Graph with contiguous pieces, or with tokens that are dealt out in turn."""
-    ranks, rank, model = options.ranks, dist.get_rank(), gpt_of(options)
-    graph = TrainGraph(model, adamw(model), placement=gz.placement("cpu", [list(range(ranks))], names=("dp", "cp")))
-    graph.config.set_split_attention(way)
-    graph.config.set_executor(executor)
-    for name in ("x", "y"):
-        graph.config.set_input(name, sbp=(S(0), S(1, shape_of(options).context // ranks if in_turn else 1)))
-    if in_turn:
-        return lambda x, y: graph(x[:, rank::ranks].contiguous(), y[:, rank::ranks].contiguous())
-    return lambda x, y: graph(piece_of(x), piece_of(y))
+        return [
+            s for s in self.systems if (not s.special if names is None else is_named(s, names)) or is_named(s, also)
+        ]
 
 
-def piece_of(x: Tensor) -> Tensor:
-    return x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
-
-
-class PieceOfGPT(nn.Module):
-    """The model for one rank's piece of every sequence: places are its own, and the loss is the mean over the piece."""
-
-    def __init__(self, model: GPT, attention: Attention):
-        super().__init__()
-        self.model, self.attention = model, attention
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        start, model = dist.get_rank() * x.shape[1], self.model
-        h = model.tokens(x) + model.positions(torch.arange(start, start + x.shape[1]))
-        for block in model.blocks:
-            q, k, v = block.qkv(block.norm1(h)).unflatten(-1, (3, block.heads, -1)).unbind(2)
-            h = h + block.out(self.attention(q, k, v).flatten(2))
-            h = h + block.mlp(block.norm2(h))
-        return F.cross_entropy(model.head(model.norm(h)).flatten(0, 1), y.flatten())
-
-
-def attention_of_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous()
-
-
-def ulysses(options: argparse.Namespace) -> Step:
-    package = import_deepspeed()
-    from deepspeed.sequence.layer import DistributedAttention
-
-    package.init_distributed("gloo", dist_init_required=False)
-    exchange = DistributedAttention(attention_of_heads, dist.group.WORLD, scatter_idx=2, gather_idx=1)
-    return under_ddp(PieceOfGPT(gpt_of(options), lambda q, k, v: exchange(q, k, v, 0)), piece_of)
-
-
-SEQUENCES: dict[str, Begin] = {
-    **{f"graphzero, {way}": partial(split_sequence, way=way) for way in ("exchange", "gather", "ring")},
-    **{f"graphzero, {way}, in turn": partial(split_sequence, way=way, in_turn=True) for way in ("gather", "ring")},
-    "graphzero + inductor, exchange": partial(split_sequence, way="exchange", executor="inductor"),
-    **({"DeepSpeed": ulysses} if find_spec("deepspeed") else {}),
+SUBJECTS = {
+    "data": Subject(workloads.WORKLOADS, systems.SYSTEMS, ("DDP", "DDP + compile", "FSDP2")),
+    "stages": Subject(workloads.PIPELINES, split_systems.PIPELINES, ("torch", "torch + compile", "DeepSpeed")),
+    "sequences": Subject(workloads.SEQUENCES, split_systems.SEQUENCES, ("DeepSpeed",)),
+    "experts": Subject(workloads.EXPERTS, systems.EXPERTS, ("DDP",)),
+    "documents": Subject(workloads.REGRESSION, systems.DOCUMENTS, ("DeepSpeed",)),
 }
 
 
-def sequences_of(options: argparse.Namespace) -> list[Batch]:
-    return [gpt(shape_of(options)).batch(step, options.batch) for step in range(4)]
+def base_of(name: str, base: str, measured: Mapping[str, Any]) -> Any:
+    """What was measured of the system that ``name`` is compared with; None where there is none."""
+    kind = name.partition(", ")[2]
+    return measured.get(base) or measured.get(f"{base}, {kind}")
 
 
-# ---- experts
-
-VOCABULARY = 2048
-
-
-def small_mixture() -> nn.Module:
-    """Qwen3-MoE with experts' products as one op each."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=32, moe_intermediate_size=256, num_experts=16, num_experts_per_tok=2, use_cache=False,
-        max_position_embeddings=40960,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    make = AutoModelForCausalLM.from_config
-    return WithOwnLoss(
-        make(config, dtype=torch.float32, experts_implementation="grouped_mm", attn_implementation="sdpa")
-    )
+def whole_loss(loss: torch.Tensor | None) -> float:
+    """The loss of the whole batch: a Graph returns it, others that of the rank's part or, on some ranks, nothing."""
+    losses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(losses, None if loss is None else loss.item())
+    return statistics.fmean(value for value in losses if value is not None)
 
 
-def split_experts(options: argparse.Namespace, way: str, room: float) -> Step:
-    model = small_mixture()
-    graph = TrainGraph(model, adamw(model), None, 3, gz.placement("cpu", range(options.ranks)))
-    graph.config.set_split_experts(way, capacity=room)
-    return graph
+# ---- times
 
 
-EXPERTS: dict[str, Begin] = {
-    "DDP": lambda options: under_ddp(small_mixture()),
-    **{
-        f"`{way}`{f', room for {room:g} shares' * (way == 'exchange')}": partial(split_experts, way=way, room=room)
-        for way, room in (("weights", 1.25), ("tokens", 1.25), ("exchange", 1.25), ("exchange", 2.0))
-    },
-}
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of a system's counted steps by round, the processor's alike, and the losses of all its steps."""
+
+    rounds: list[list[float]]
+    cpu: list[list[float]]
+    losses: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(second for one in self.rounds for second in one)
+
+    @property
+    def fastest(self) -> float:
+        return min(map(min, self.rounds))
+
+    @property
+    def median_cpu(self) -> float:
+        return statistics.median(second for one in self.cpu for second in one)
+
+    def to(self, base: Timed) -> tuple[float, float, float]:
+        """Lower quartile, median and upper quartile of the ratio to a base: round by round, of the rounds' medians."""
+        ratios = _ratios(self.rounds, base.rounds)
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        return low, middle, high
+
+    def cpu_to(self, base: Timed) -> float:
+        """The median of that ratio for the processor's seconds."""
+        return statistics.median(_ratios(self.cpu, base.cpu))
+
+    def apart_from(self, base: Timed) -> float:
+        """The largest relative difference of a loss."""
+        return max(abs(a - b) / abs(b) for a, b in zip(self.losses, base.losses, strict=True))
 
 
-def tokens_of_rank(options: argparse.Namespace) -> list[Batch]:
-    generator, size = torch.Generator().manual_seed(dist.get_rank()), (options.batch, options.length or 256)
-    return [(ids, ids) for ids in (torch.randint(VOCABULARY, size, generator=generator) for _ in range(4))]
+def _ratios(mine: list[list[float]], its: list[list[float]]) -> list[float]:
+    return [statistics.median(a) / statistics.median(b) for a, b in zip(mine, its, strict=True)]
+
+
+def time_table(times: Mapping[str, Timed], bases: Sequence[str]) -> str:
+    bases = [base for base in bases if any(base_of(name, base, times) for name in times)]
+    rows = []
+    for name, one in times.items():
+        compared = [base_of(name, base, times) for base in bases]
+        ratios = [cell for base in compared for cell in (_ratio(one, base), f"{one.cpu_to(base):.2f}" if base else "-")]
+        apart = one.apart_from(next(filter(None, compared), next(iter(times.values()))))
+        ours = [f"{seconds * 1e3:.1f}" for seconds in (one.fastest, one.median, one.median_cpu)]
+        rows.append([name, *ours, *ratios, f"{one.losses[0]:.5f}", f"{apart:.0e}"])
+    head = [text for base in bases for text in (f"to {base} (quartiles)", "CPU")]
+    return markdown(["", "fastest, ms", "median, ms", "CPU, ms", *head, "first loss", "losses apart"], rows)
+
+
+def _ratio(one: Timed, base: Timed | None) -> str:
+    if base is None:
+        return "-"
+    low, middle, high = one.to(base)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def time_systems(
+    rank: int, subject: str, workload: Workload, names: Sequence[str], rounds: int, count: int
+) -> dict[str, Timed]:
+    """Every rank: alternate rounds of ``count`` steps of each system, the first of which does not count."""
+    warnings.simplefilter("ignore")
+    batches = [workload.part(step, rank, dist.get_world_size()) for step in range(BATCHES)]
+    steps = {name: SUBJECTS[subject].system(name).begin(workload) for name in names}
+    losses = {name: [whole_loss(step(*batches[0]))] for name, step in steps.items()}  # compiles
+    seconds: dict[str, list[list[float]]] = defaultdict(list)
+    cpu: dict[str, list[list[float]]] = defaultdict(list)
+    for turn in range(rounds):
+        first = turn * 5 % len(names)  # not always the same one before
+        for name in [*names[first:], *names[:first]]:
+            seconds[name].append([])
+            cpu[name].append([])
+            for i in range(count):
+                batch = batches[(turn * count + i) % BATCHES]
+                dist.barrier()
+                used, started = time.process_time(), time.perf_counter()
+                loss = steps[name](*batch)
+                dist.barrier()
+                if i:
+                    seconds[name][-1].append(time.perf_counter() - started)
+                    cpu[name][-1].append(time.process_time() - used)
+                losses[name].append(whole_loss(loss))
+    return {name: Timed(seconds[name], average(cpu[name]), losses[name]) for name in names}
+
+
+# ---- memory
+
+MEASURED_STEPS = 6
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes above what rank 0 held before until the first step's end; and over later steps, of each rank."""
+
+    first: int
+    later: list[int]
+
+
+def memory_table(peaks: Mapping[str, Peak], bases: Sequence[str]) -> str:
+    bases = [base for base in bases if any(base_of(name, base, peaks) for name in peaks)]
+    rows = []
+    for name, one in peaks.items():
+        compared = [base_of(name, base, peaks) for base in bases]
+        ratios = [f"{one.later[0] / base.later[0]:.2f}" if base else "-" for base in compared]
+        mine, *others = (f"{nbytes / 1e6:.1f}" for nbytes in one.later)
+        rows.append([name, mine, *ratios, f"{one.first / 1e6:.1f}", *others])
+    others = [f"rank {rank}, MB" for rank in range(1, len(next(iter(peaks.values())).later))]
+    return markdown(["", "peak, MB", *(f"to {base}" for base in bases), "first step, MB", *others], rows)
+
+
+def measure_memory(rank: int, subject: str, workload: Workload, name: str) -> Peak:
+    """Every rank: train a toy, then the model."""
+    system, ranks = SUBJECTS[subject].system(name), dist.get_world_size()
+    toy = workload.small()
+    step = system.begin(toy)
+    for i in range(3):
+        whole_loss(step(*toy.part(i, rank, ranks)))
+    del step
+    batches = [workload.part(i, rank, ranks) for i in range(MEASURED_STEPS)]
+    dist.barrier()
+    before = reset_high_water()
+    step = system.begin(workload)
+    whole_loss(step(*batches[0]))
+    first = high_water() - before
+    reset_high_water()
+    for batch in batches[1:]:
+        whole_loss(step(*batch))
+    later: list[Any] = [None] * ranks
+    dist.all_gather_object(later, high_water() - before)
+    return Peak(first, later)
 
 
 # ---- the command
 
-SYSTEMS = {"sequences": SEQUENCES, "experts": EXPERTS}
-BATCHES = {"sequences": sequences_of, "experts": tokens_of_rank}
-PEERS = {"sequences": "DeepSpeed", "experts": "DDP"}
+
+def print_times(subject: str, workload: Workload, names: Sequence[str], options: argparse.Namespace) -> None:
+    times = on_gloo(options.ranks, time_systems, subject, workload, names, options.rounds, options.steps)
+    about = f"{options.rounds} rounds of {options.steps - 1} counted steps"
+    print(f"{workload.describe(options.ranks)}; {about}\n\n{time_table(times, SUBJECTS[subject].bases)}")
 
 
-def time_systems(rank: int, options: argparse.Namespace) -> dict[str, Timed]:
-    """Every rank: alternate rounds of all systems."""
-    warnings.simplefilter("ignore")
-    steps = {name: SYSTEMS[options.subject][name](options) for name in options.systems}
-    batches = BATCHES[options.subject](options)
-    return time_in_turn(steps, batches, options.rounds, options.steps, mean, between_barriers=True)
+def print_memory(subject: str, workload: Workload, names: Sequence[str], options: argparse.Namespace) -> None:
+    os.environ.update(MALLOC)
+    peaks = {}
+    for name in names:
+        peaks[name] = on_gloo(options.ranks, measure_memory, subject, workload, name)
+        print(".", end="", file=sys.stderr, flush=True)
+    print(f"{workload.describe(options.ranks)}\n\n{memory_table(peaks, SUBJECTS[subject].bases)}")
 
 
-def peer_table(times: Mapping[str, Timed], peers_of: Callable[[str], list[str]]) -> str:
-    """Times of systems beside those of their peers."""
-    rows: list[list[Any]] = []
-    for name, one in times.items():
-        ratios, cpu = [], []
-        for peer in peers_of(name):
-            if peer in times and peer != name:
-                low, middle, high = one.to(times[peer])
-                ratios.append(f"{middle:.2f} ({low:.2f} to {high:.2f}) of {peer}")
-                cpu.append(f"{one.cpu_to(times[peer]):.2f}")
-        beside = "; ".join(ratios) or "-", ms(one.median_cpu), "; ".join(cpu) or "-"
-        rows.append([name, ms(one.fastest), ms(one.median), *beside, apart(one, times)])
-    return markdown(["", "fastest, ms", "median, ms", "ratio (quartiles)", "CPU, ms", "ratio", "losses apart"], rows)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of comparisons in turns."""
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
-    parser.add_argument("--systems", nargs="+", metavar="NAME", help="by default all")
+WHAT: dict[str, Callable[..., None]] = {"time": print_times, "memory": print_memory}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subject", choices=SYSTEMS)
-    add_options(parser)
-    parser.add_argument("--length", type=int, help="of sequences, in tokens: 1,024 by default, 256 for experts")
-    parser.add_argument("--batch", type=int, default=2, help="sequences in all, of each rank for experts")
-    parser.add_argument("--width", type=int, default=256, help="sequences")
-    parser.add_argument("--layers", type=int, default=4, help="sequences")
-    parser.add_argument("--heads", type=int, default=8, help="sequences")
+    parser.add_argument("subject", choices=SUBJECTS)
+    parser.add_argument("--what", choices=WHAT, default="time")
+    parser.add_argument("--model", help="one of the subject's workloads, by default the first")
+    parser.add_argument("--systems", nargs="+", metavar="NAME", help="only these; a name that there is not lists all")
+    parser.add_argument("--also", nargs="+", metavar="NAME", default=[], help="systems that are measured where named")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
+    parser.add_argument("--micro-batches", type=int, help="in which a share, or a pipeline's batch, is computed")
+    parser.add_argument("--precision", choices=("bfloat16", "float16"), help="data: mixed precision, in all systems")
     options = options_of(parser)
-    known = SYSTEMS[options.subject]
-    options.systems = [name for name in known if name in (options.systems or known)]
-    print(f"{options.subject}, {options.ranks} gloo ranks, one thread each\n")
-    print(peer_table(on_gloo(options.ranks, time_systems, options), lambda name: [PEERS[options.subject]]))
+    subject = SUBJECTS[options.subject]
+    model = options.model or next(iter(subject.workloads))
+    chosen = subject.chosen(options.systems, options.also)
+    if model not in subject.workloads or not chosen:
+        names = ", ".join(repr(s.name) for s in subject.systems)
+        parser.error(f"{options.subject} has the models {', '.join(subject.workloads)}, and the systems {names}")
+    for system in chosen:
+        if system.missing:
+            print(system.missing, file=sys.stderr)
+    workload = subject.workloads[model]
+    workload = replace(workload, micro_batches=options.micro_batches or workload.micro_batches)
+    workload = replace(workload, precision=getattr(torch, options.precision) if options.precision else None)
+    WHAT[options.what](options.subject, workload, [s.name for s in chosen if not s.missing], options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The systems that are compared: graphzero's stages, and what PyTorch's users train with instead.
+"""The data-parallel systems that are compared: graphzero's stages, and what PyTorch's users train with instead.
 
 Each trains the same model with AdamW, in float32 or in mixed precision with float32 masters.  The peers' AdamW is
 torch's fused one; DDP and FSDP2 are used as their documentation does it.  DeepSpeed is there if it can be imported
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +22,11 @@ import torch.distributed as dist
 from parity import TrainGraph
 from torch import Tensor, nn
 from torch.optim import AdamW
-from workloads import WORKLOADS, Workload
+from workloads import Workload
 
-Step = Callable[..., Tensor]  # this rank's part of a batch -> the loss: of this part, or of the whole batch
+import graphzero as gz
+
+Step = Callable[..., "Tensor | None"]  # what this rank is given of a batch -> the loss, of its part or of all, if any
 
 BASE = "DDP + compile"  # what others are measured against
 ROOMY = "graphzero + memory budget"  # with room for whole accumulators and kept gathers
@@ -39,13 +39,9 @@ RATE = 1e-4  # small, so that rounding, which compilers change, does not grow wi
 
 @dataclass(frozen=True)
 class System:
-    """stage: what is split between ranks, in ZeRO's numbers.  begin: a workload -> its training step, on every rank.
-
-    special: it is measured only where it is named.
-    """
+    """begin: a workload -> its training step, on every rank.  special: it is measured only where it is named."""
 
     name: str
-    stage: int
     begin: Callable[[Workload], Step]
     needs: str = "torch"
     special: bool = False
@@ -77,7 +73,7 @@ def graph(stage: int, workload: Workload, rounded: bool = False, **settings: Any
 def graphs(name: str, stages: Iterable[int], special: bool = False, **settings: Any) -> Iterator[System]:
     """A Graph at each of the stages, with these settings."""
     for stage in stages:
-        yield System(f"{name}, stage {stage}", stage, partial(graph, stage, **settings), special=special)
+        yield System(f"{name}, stage {stage}", partial(graph, stage, **settings), special=special)
 
 
 def hand_written(
@@ -135,24 +131,21 @@ def redundancy(model: nn.Module) -> Any:
     )
 
 
-def fsdp2(workload: Workload, compiled: bool = False) -> Step:
-    """Split block by block, resharded after forward; each block is compiled by itself before it is split."""
+def fully_sharded(model: nn.Module, workload: Workload, compiled: bool = False) -> nn.Module:
+    """FSDP2 block by block, resharded after forward; each block is compiled by itself before it is split."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh, policy = (
-        init_device_mesh("cpu", (dist.get_world_size(),)),
-        MixedPrecisionPolicy(param_dtype=workload.precision),
-    )
-    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
-    return hand_written(partial(_by_block, shard, compiled), workload, casts=False)
-
-
-def _by_block(shard: Callable[[nn.Module], Any], compiled: bool, model: nn.Module) -> Any:
+    policy = MixedPrecisionPolicy(param_dtype=workload.precision)
+    shard = partial(fully_shard, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy)
     blocks: Any = model.blocks
     for i, block in enumerate(blocks):
         blocks[i] = shard(torch.compile(block) if compiled else block)
     return shard(model)
+
+
+def fsdp2(workload: Workload, compiled: bool = False) -> Step:
+    return hand_written(partial(fully_sharded, workload=workload, compiled=compiled), workload, casts=False)
 
 
 def import_deepspeed() -> Any:
@@ -165,21 +158,25 @@ def import_deepspeed() -> Any:
 
 
 def deepspeed(stage: int, workload: Workload) -> Step:
-    package = import_deepspeed()
-    elements = BUCKET // 4
+    elements, model = BUCKET // 4, workload.model()
     zero = {"stage": stage, "reduce_bucket_size": elements, "allgather_bucket_size": elements}
     if stage == 3:  # gathered weights go after their last use, as they do in FSDP2 and here
         zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
         zero |= {"stage3_prefetch_bucket_size": elements}
-    model = workload.model()
-    count = workload.micro_batches
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": workload.share // count,
-        "gradient_accumulation_steps": count,
+        "train_micro_batch_size_per_gpu": workload.share // workload.micro_batches,
+        "gradient_accumulation_steps": workload.micro_batches,
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
     }
-    config |= {"gradient_clipping": 0.0, "zero_optimization": zero}
     config |= {KINDS[workload.precision]: {"enabled": True}} if workload.precision else {}
-    engine, *_ = package.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)
+    return by_engine(workload, model=model, optimizer=adamw(model), config=config)
+
+
+def by_engine(workload: Workload, **given: Any) -> Step:
+    """The loop around DeepSpeed's engine.  given: to ``deepspeed.initialize``."""
+    engine, *_ = import_deepspeed().initialize(dist_init_required=False, **given)
+    count = workload.micro_batches
 
     def step(*batch: Tensor) -> Tensor:
         total = torch.zeros(())
@@ -193,57 +190,82 @@ def deepspeed(stage: int, workload: Workload) -> Step:
     return step
 
 
+DDP = System("DDP", partial(hand_written, ddp))
 SYSTEMS = [
     *graphs("graphzero", range(4)),
     *graphs("graphzero + inductor", range(4), executor="inductor"),
     *graphs(ROOMY, (2, 3), special=True, memory_budget=2**34),
     *graphs(EARLY, (2, 3), special=True, optimizer_in_backward=True),
     *graphs(ROUNDED, (0, 2, 3), special=True, rounded=True),
-    System("DDP", 0, partial(hand_written, ddp)),
-    System(BASE, 0, partial(hand_written, compiled_ddp)),
-    System("DDP + ZeroRedundancyOptimizer", 1, partial(hand_written, ddp, optimizer_of=redundancy)),
-    System("FSDP2", 3, fsdp2),
-    System("FSDP2 + compile", 3, partial(fsdp2, compiled=True)),
-    *(System(f"DeepSpeed, stage {stage}", stage, partial(deepspeed, stage), "deepspeed") for stage in (1, 2, 3)),
+    *graphs("graphzero without an arena", (0, 3), special=True, arena=False),
+    DDP,
+    System(BASE, partial(hand_written, compiled_ddp)),
+    System("DDP + ZeroRedundancyOptimizer", partial(hand_written, ddp, optimizer_of=redundancy)),
+    System("FSDP2", fsdp2),
+    System("FSDP2 + compile", partial(fsdp2, compiled=True)),
+    *(System(f"DeepSpeed, stage {stage}", partial(deepspeed, stage), "deepspeed") for stage in (1, 2, 3)),
 ]
 
 
-def chosen(names: Sequence[str] | None, also: Sequence[str] = ()) -> list[System]:
-    """The systems of these names, all stages where a name says none; without names all that are not special.
+# ---- ways of split experts
 
-    also: names of more.
+
+def split_experts(workload: Workload, way: str, room: float) -> TrainGraph:
+    mixture = graph(3, workload)
+    mixture.config.set_split_experts(way, capacity=room)
+    return mixture
+
+
+WAYS = (("weights", 1.25), ("tokens", 1.25), ("exchange", 1.25), ("exchange", 2.0))
+EXPERTS = [
+    DDP,
+    *(
+        System(
+            f"`{way}`{f', room for {room:g} shares' * (way == 'exchange')}", partial(split_experts, way=way, room=room)
+        )
+        for way, room in WAYS
+    ),
+]
+
+# ---- one JSON, read by graphzero and by DeepSpeed itself
+
+
+def document(stage: int, workload: Workload) -> dict[str, Any]:
+    """With accumulation, clipping and a schedule.
+
+    ``torch_adam``: DeepSpeed's own kernel needs a compiler, and its formula is the same.
     """
-
-    def is_named(system: System, names: Sequence[str]) -> bool:
-        return any(system.name == n or system.name.startswith(f"{n},") for n in names)
-
-    return [s for s in SYSTEMS if (not s.special if names is None else is_named(s, names)) or is_named(s, also)]
-
-
-def named(name: str) -> System:
-    (system,) = (s for s in SYSTEMS if s.name == name)
-    return system
-
-
-def add_options(parser: ArgumentParser) -> None:
-    """Options of comparisons of systems."""
-    names = ", ".join(s.name for s in SYSTEMS)
-    parser.add_argument("--model", choices=WORKLOADS, default="A")
-    parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {names}")
-    parser.add_argument("--also", nargs="+", metavar="NAME", default=[], help="systems that are measured where named")
+    adam = {"lr": 0.01, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True}
+    return {
+        "train_batch_size": workload.share * dist.get_world_size(),
+        "gradient_accumulation_steps": workload.micro_batches,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": adam},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 8}},
+        "zero_optimization": {"stage": stage},
+    }
 
 
-def names_of(options: Namespace) -> list[str]:
-    """The systems that the command line names, without those that are not installed, which it says."""
-    systems = chosen(options.systems, options.also)
-    for system in systems:
-        if system.missing:
-            print(system.missing, file=sys.stderr)
-    return [s.name for s in systems if not s.missing]
+class Ported(gz.Graph):
+    """The step of a document."""
+
+    def __init__(self, stage: int, workload: Workload) -> None:
+        super().__init__(config=gz.GraphConfig.from_deepspeed(document(stage, workload)))
+        self.model = workload.model()
+        self.add_optimizer(**self.config.deepspeed.optimizer_arguments(self.model.parameters()))
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = self.model(x, y)
+        loss.backward()
+        return loss
 
 
-def mean(loss: Tensor) -> float:
-    """The loss of the whole batch: a Graph returns it, others that of the rank's part, whose mean it is."""
-    whole = loss.detach().clone()
-    dist.all_reduce(whole)
-    return whole.item() / dist.get_world_size()
+def original(stage: int, workload: Workload) -> Step:
+    model, config = workload.model(), document(stage, workload)
+    return by_engine(workload, model=model, model_parameters=model.parameters(), config=config)
+
+
+DOCUMENTS = [
+    *(System(f"graphzero, stage {stage}", partial(Ported, stage)) for stage in range(4)),
+    *(System(f"DeepSpeed, stage {stage}", partial(original, stage), "deepspeed") for stage in range(4)),
+]

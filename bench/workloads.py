@@ -1,4 +1,4 @@
-"""Workloads of the comparison with other systems: two GPTs and a convolutional network, each with its data.
+"""Workloads of the comparison with other systems: GPTs, a convolutional network and others, each with its data.
 
 The loss is a mean over equal shares of the batch and no layer looks across samples, so that systems which train every
 rank's share by itself compute what a Graph computes on the whole batch.
@@ -6,13 +6,13 @@ rank's share by itself compute what a Graph computes on the whole batch.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
-from models import tokens
+from models import WithOwnLoss, images, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,13 +30,6 @@ class Shape:
     batch: int  # sequences a rank
     context: int
     tied: bool = False  # whether the head's weight is the embedding's, as in GPT-2
-
-
-SHAPES = {
-    "toy": Shape(vocabulary=64, width=32, layers=1, heads=2, batch=2, context=16),  # to see that the commands run
-    "A": Shape(vocabulary=8192, width=256, layers=4, heads=4, batch=4, context=128),  # 7.4 M parameters
-    "B": Shape(vocabulary=2048, width=768, layers=3, heads=8, batch=2, context=64),  # 24 M
-}
 
 
 class Block(nn.Module):
@@ -85,6 +78,8 @@ class Workload:
     make: a fresh model; its parameters depend on torch's seed alone.
     batch: (step, samples) -> the whole batch of a step; share: samples a rank.
     micro_batches: in which every rank computes its share.  precision: of what is computed in 16 bit, None for nothing.
+    is_whole: every rank is given all of the batch, one share, of which its system takes a part.
+    toy: a small workload of the same kind; without it this one.
     """
 
     what: str
@@ -93,44 +88,30 @@ class Workload:
     share: int
     micro_batches: int = 1
     precision: torch.dtype | None = None
+    is_whole: bool = False
+    toy: Workload | None = None
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
         return self.make()
 
     def part(self, step: int, rank: int, ranks: int) -> Batch:
-        """This rank's part of the batch of a step."""
+        """What this rank is given of the batch of a step."""
+        if self.is_whole:
+            return self.batch(step, self.share)
         return tuple(x.chunk(ranks)[rank] for x in self.batch(step, self.share * ranks))
+
+    def small(self) -> Workload:
+        """Its toy, in as many micro-batches and in the same precision."""
+        toy, count = self.toy or self, self.micro_batches
+        return replace(toy, share=toy.share * count, micro_batches=count, precision=self.precision)
 
     def describe(self, ranks: int) -> str:
         parameters = sum(p.numel() for p in self.model().parameters())
+        share = "in all" if self.is_whole else "a rank"
         parts = f" in {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         parts += f", mixed precision of {str(self.precision).removeprefix('torch.')}" if self.precision else ""
-        return f"{self.what}{parts}, {parameters / 1e6:.1f} M parameters; {ranks} gloo ranks, one thread each"
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Micro-batches and mixed precision of a workload; precision: the dtype's name."""
-
-    micro_batches: int = 1
-    precision: str | None = None
-
-    @staticmethod
-    def add_options(parser: ArgumentParser) -> None:
-        parser.add_argument("--micro-batches", type=int, default=1, help="in which every rank computes its share")
-        parser.add_argument("--precision", choices=("bfloat16", "float16"), help="mixed precision, in all systems")
-
-    @classmethod
-    def from_options(cls, options: Namespace) -> Variant:
-        return cls(options.micro_batches, options.precision)
-
-    def apply(self, workload: Workload) -> Workload:
-        dtype = getattr(torch, self.precision) if self.precision else None
-        return replace(workload, micro_batches=self.micro_batches, precision=dtype)
-
-
-PLAIN = Variant()
+        return f"{self.what} {share}{parts}, {parameters / 1e6:.1f} M parameters; {ranks} gloo ranks, one thread each"
 
 
 class Residual(nn.Module):
@@ -166,32 +147,106 @@ class ConvNet(nn.Module):
         return F.cross_entropy(self.head(F.relu(self.norm(h)).mean((2, 3))), y)
 
 
-def images(step: int, size: int, side: int) -> Batch:
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(size, 3, side, side, generator=generator)
-    return x, torch.randint(100, (size,), generator=generator)
-
-
-def gpt(shape: Shape) -> Workload:
+def gpt(shape: Shape, **facts: Any) -> Workload:
+    """facts: more of the workload's fields."""
     what = (
         f"GPT, {shape.layers} layers of width {shape.width}, vocabulary {shape.vocabulary}, "
-        f"{shape.batch} sequences of {shape.context} a rank"
+        f"{shape.batch} sequences of {shape.context}"
+    )
+    batch = partial(tokens, dtype=torch.float32, vocabulary=shape.vocabulary, context=shape.context)
+    return Workload(what, partial(GPT, shape), batch, shape.batch, **facts)
+
+
+def convnet(widths: tuple[int, ...], share: int, side: int, **facts: Any) -> Workload:
+    what = f"residual convolutional network, widths {', '.join(map(str, widths))}, {share} images of {side} x {side}"
+    return Workload(
+        what, partial(ConvNet, widths), partial(images, dtype=torch.float32, side=side, classes=100), share, **facts
     )
 
-    def batch(step: int, size: int) -> Batch:
-        return tokens(step, size, torch.float32, shape.vocabulary, shape.context)
 
-    return Workload(what, partial(GPT, shape), batch, shape.batch)
-
-
-def convnet(widths: tuple[int, ...], share: int, side: int) -> Workload:
-    sizes = f"widths {', '.join(map(str, widths))}, {share} images of {side} x {side} a rank"
-    what = f"residual convolutional network, {sizes}"
-    return Workload(what, partial(ConvNet, widths), partial(images, side=side), share)
-
-
+TOY = gpt(Shape(vocabulary=64, width=32, layers=1, heads=2, batch=2, context=16))
+TOY_CONV = convnet((8, 16), share=2, side=8)
 WORKLOADS = {
-    **{name: gpt(shape) for name, shape in SHAPES.items()},
-    "toy conv": convnet((8, 16), share=2, side=8),
-    "conv": convnet((64, 128, 256, 384), share=8, side=24),
+    "A": gpt(Shape(vocabulary=8192, width=256, layers=4, heads=4, batch=4, context=128), toy=TOY),  # 7.4 M parameters
+    "B": gpt(Shape(vocabulary=2048, width=768, layers=3, heads=8, batch=2, context=64), toy=TOY),  # 24 M
+    "conv": convnet((64, 128, 256, 384), share=8, side=24, toy=TOY_CONV),
+    "toy": TOY,  # to see that the commands run
+    "toy conv": TOY_CONV,
 }
+
+# ---- whole batches, for pipelines and split sequences
+
+
+def ragged_tokens(step: int, size: int) -> Batch:
+    """Those of the toy of pipelines, but in the later half of the batch only every ninth label counts."""
+    x, y = PIPELINES["toy"].batch(step, size)
+    later = y[len(y) // 2 :]
+    later[torch.arange(later.numel()).view_as(later) % 9 > 0] = -100
+    return x, y
+
+
+_STAGED = Shape(vocabulary=64, width=32, layers=8, heads=2, batch=8, context=16)
+_PIPELINE: dict[str, Any] = {"micro_batches": 8, "is_whole": True}
+PIPELINES = {
+    "A": gpt(Shape(2048, 256, layers=8, heads=4, batch=16, context=128), **_PIPELINE, toy=gpt(_STAGED, **_PIPELINE)),
+    "B": gpt(Shape(2048, 512, layers=8, heads=8, batch=16, context=64), **_PIPELINE, toy=gpt(_STAGED, **_PIPELINE)),
+    "toy": gpt(_STAGED, **_PIPELINE),
+    "ragged": replace(gpt(_STAGED, **_PIPELINE), batch=ragged_tokens),
+}
+_SPLIT = Shape(vocabulary=2048, width=256, layers=4, heads=8, batch=2, context=1024)
+SEQUENCES = {
+    "short": gpt(_SPLIT, is_whole=True),
+    "long": gpt(replace(_SPLIT, batch=1, context=4096), is_whole=True),
+    "toy": gpt(Shape(vocabulary=64, width=32, layers=1, heads=4, batch=2, context=16), is_whole=True),
+}
+
+# ---- a mixture of experts, and a regression
+
+
+def small_mixture(layers: int, width: int, vocabulary: int) -> nn.Module:
+    """Qwen3-MoE with experts' products as one op each."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=width // 8, moe_intermediate_size=width, num_experts=16, num_experts_per_tok=2,
+        use_cache=False, max_position_embeddings=40960,
+    )  # fmt: skip
+    make = AutoModelForCausalLM.from_config
+    return WithOwnLoss(
+        make(config, dtype=torch.float32, experts_implementation="grouped_mm", attn_implementation="sdpa")
+    )
+
+
+def repeated_tokens(step: int, size: int, vocabulary: int, context: int) -> Batch:
+    """Tokens, and the same as labels, which the model itself moves by one."""
+    ids, _ = tokens(step, size, torch.float32, vocabulary, context)
+    return ids, ids
+
+
+def mixture(layers: int, width: int, vocabulary: int, context: int) -> Workload:
+    what = f"Qwen3-MoE, {layers} layers of width {width}, vocabulary {vocabulary}, 2 sequences of {context}"
+    batch = partial(repeated_tokens, vocabulary=vocabulary, context=context)
+    return Workload(what, partial(small_mixture, layers, width, vocabulary), batch, share=2)
+
+
+EXPERTS = {"small": mixture(4, 256, 2048, 256), "toy": mixture(1, 64, 64, 16)}
+
+
+class Regression(nn.Module):
+    """A network of two layers and its mean squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.body(x), y)
+
+
+def vectors(step: int, size: int) -> Batch:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(step))
+    return x, 3 * torch.tanh(x[:, :4])
+
+
+REGRESSION = {"toy": Workload("a network of two layers, 8 vectors", Regression, vectors, share=8, micro_batches=4)}

@@ -9,7 +9,7 @@ LONGEST = (
     "test_micro_batches.py", "test_stage_failures.py", "test_staged_parity.py", "test_masked_sequences.py",
     "test_offload_activations.py", "test_auto_stages.py", "test_pipeline_budget.py", "test_examples.py",
     "test_planned_splits.py", "test_tune_and_plan.py", "test_failures.py", "test_trainer.py", "test_one_sided.py",
-    "test_test_runs.py", "test_stage_peers.py", "test_ragged_processes.py", "test_pipeline_plan.py",
+    "test_test_runs.py", "test_ragged_processes.py", "test_pipeline_plan.py",
     "test_big_processes.py", "test_site.py", "test_parity.py", "test_recomputed_steps.py", "test_recompute_choice.py",
     "test_interrupts.py", "test_proposals.py", "test_evaluation_processes.py", "test_micro_processes.py",
     "test_hash_seeds.py", "test_cut_network.py", "test_programs.py", "test_costs.py", "test_placing.py",

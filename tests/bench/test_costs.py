@@ -42,11 +42,11 @@ def same_environment():
 @pytest.mark.parametrize(
     "command",
     [
-        "grid parity --models mlp --virtual 2 --gloo",
+        "grid layouts --models mlp",
         "compile_time gpt2 --layers 1",
         "compile_time llama --layers 1",
-        "step_time --model toy --rounds 1 --steps 3 --ranks 1 --systems 'graphzero, stage 3' DDP",
-        "peak_memory --model toy --ranks 1 --systems 'graphzero, stage 1'",
+        "peers data --model toy --rounds 1 --steps 3 --ranks 1 --systems 'graphzero, stage 3' DDP",
+        "peers data --what memory --model toy --ranks 1 --systems 'graphzero, stage 1'",
     ],
 )
 def test_a_benchmark_of_several_processes_prints_a_table(command, monkeypatch, capsys):

@@ -8,9 +8,9 @@ Sizes are those of the fullest rank; every rank uses the same offsets.  An arena
 where to write, if these are known to lie row by row, and what arrives by collectives without a slot.  What leaves the
 step, or any value that a state or a result of ``build`` shares storage with, is elsewhere.
 
-Measured on two ranks, for GPTs of 7 and 25 M parameters at stages 0 and 3 (``python bench/ablation.py parts``): 2,891
-to 18,706 page faults a step become 43 to 2,536, the processor's time is 0.98, 0.98, 0.93 and 0.93 of that without,
-and the resident peak 0.97, 0.96, 0.95 and 0.86.
+Measured on two ranks, for GPTs of 7 and 25 M parameters at stages 0 and 3 (``python bench/peers.py data --systems
+graphzero "graphzero without an arena"``, with ``--model B``, and with ``--what memory``): the processor's time is 0.98,
+0.98, 0.93 and 0.93 of that without, and the resident peak 0.97, 0.96, 0.95 and 0.86.
 """
 
 from __future__ import annotations

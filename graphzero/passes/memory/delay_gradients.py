@@ -9,7 +9,7 @@ counted by ``StorageSpans``, without communication slots and transfers under way
 needs, only its plan says.
 
 Worth 4.9, 4.4 and 6.4 % of the planned peak of a GPT of 7 M parameters at stages 0, 1 and 2, whose head is large; of
-models whose peak is elsewhere nothing, and then it is not among the passes (``python bench/ablation.py parts``).
+models whose peak is elsewhere nothing, and then it is not among the passes (``python bench/ablation.py order``).
 """
 
 from __future__ import annotations

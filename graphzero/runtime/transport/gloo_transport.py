@@ -6,7 +6,7 @@ Two ranks that are the whole group swap pieces by gloo's all-to-all, which a wor
 other axes send and receive, with a tag that says of which axis and exchange a message is, and the thread that computes
 starts these.  It holds the lock of the connection meanwhile.  Where busy threads are more than cores, the kernel often
 suspends it there, and until it runs again gloo's loop thread asks for the lock over and over: at stage 3 of
-``bench/step_time.py --gloo`` that was a tenth of the step's processor time.  Sends are started before receives: the
+``bench/peers.py data`` that was a tenth of the step's processor time.  Sends are started before receives: the
 other rank's data then arrive when this rank's are on their way.
 """
 
