@@ -158,7 +158,7 @@ def time_table(times: Mapping[str, Timed], bases: Sequence[str]) -> str:
         apart = one.apart_from(next(filter(None, compared), next(iter(times.values()))))
         ours = [f"{seconds * 1e3:.1f}" for seconds in (one.fastest, one.median, one.median_cpu)]
         rows.append([name, *ours, *ratios, f"{one.losses[0]:.5f}", f"{apart:.0e}"])
-    head = [text for base in bases for text in (f"to {base} (quartiles)", "CPU")]
+    head = [text for base in bases for text in (f"to {base} (quartiles)", f"CPU to {base}")]
     return markdown(["", "fastest, ms", "median, ms", "CPU, ms", *head, "first loss", "losses apart"], rows)
 
 
