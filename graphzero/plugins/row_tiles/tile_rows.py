@@ -4,8 +4,8 @@ Logits, their log-softmax and their gradient live between the hidden values of a
 that are made of them.  Forward and backward of a tile of rows run together, then those of the next, so that nothing is
 computed twice.  ``row_region`` finds the part of the step; micro-batches' ops join the results of tiles.
 
-With 50,257 classes and 2,048 tokens on one rank, 2, 4 and 8 tiles take 0.94, 0.86 and 0.82 of the planned peak (``python
-bench/ablation.py tiles``, which times them too).  Where the logits are not at the peak, tiles save nothing.
+With 50,257 classes and 2,048 tokens on one rank, 2, 4 and 8 tiles take 0.94, 0.86 and 0.82 of the planned peak
+(``python bench/ablation.py tiles``, which times them too).  Where the logits are not at the peak, tiles save nothing.
 ``F.linear_cross_entropy`` in as many chunks (torch 2.13) would not hold the logits either where the user writes it, but
 has no SBP rule: several ranks would gather the batch for it.
 """
