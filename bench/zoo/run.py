@@ -47,7 +47,6 @@ def main() -> int:
     parser.add_argument("--save", default="zoo.jsonl", help="where results are kept, a line for each model")
     parser.add_argument("--only", default="", help="models whose name matches this regular expression")
     parser.add_argument("--again", default="", help="outcomes to try again, joined by commas")
-    parser.add_argument("--sample", type=int, default=1, help="every n-th model only")
     parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
     parser.add_argument("--summary", action="store_true", help="print the tables of what is kept, and run nothing")
     parser.add_argument("--page", action="store_true", help="write the tables of what is kept into their pages")
@@ -63,7 +62,7 @@ def main() -> int:
     trial.load_packages()
     gc.freeze()  # what is loaded is not looked through in every child
     again = set(filter(None, options.again.split(",")))
-    names = [name for name in cases() if re.search(options.only, name)][:: options.sample]
+    names = [name for name in cases() if re.search(options.only, name)]
     for name in names:
         before = found.get(name)
         due = [p for p in options.phases if before is None or before["outcome"] in again or not done(before, p)]
