@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from graphzero import _compat
 from graphzero.capture import is_capturing, pin_value, placement_of_capture
-from graphzero.config.planned_splits import planned_splits
-from graphzero.errors import PlacementError, SbpError, hides_frames
+from graphzero.errors import PlacementError, SbpError, hides_frames, shorten_repr
+from graphzero.extensions import SPLITS, extensions
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.placement_checks import check_kept, check_trained_apart
@@ -33,7 +33,7 @@ from graphzero.sbp.placement import PIPELINE, Placement, as_placement
 from graphzero.sbp.shards import chunk, cutting, nests
 from graphzero.sbp.types import B, Nd, Sbp
 
-Wanted = Sbp | Sequence[Sbp] | None  # one SBP for each placement axis
+Wanted = Sbp | Sequence[Sbp] | str | None  # one SBP for each placement axis, or the name of a plug-in that has them
 
 
 @hides_frames
@@ -41,7 +41,7 @@ Wanted = Sbp | Sequence[Sbp] | None  # one SBP for each placement axis
 def to_global(
     x: Any,
     placement: Placement | DeviceMesh | None = None,
-    sbp: Wanted | Mapping[str, Wanted] | Literal["auto"] = None,
+    sbp: Wanted | Mapping[str, Wanted] = None,
 ) -> Any:
     """Make ``x`` a global tensor, or give it another SBP.
 
@@ -57,7 +57,7 @@ def to_global(
 
     Raises SbpError for an SBP that the value cannot have, PlacementError for ranks that do not exist.
     """
-    if isinstance(sbp, str) and sbp == "auto":
+    if isinstance(sbp, str) and sbp in extensions(SPLITS):
         return to_global(x, placement, _planned(x, placement, sbp))
     everyone = placement
     if isinstance(placement, Placement) and PIPELINE in placement.names:
@@ -100,13 +100,19 @@ def to_local(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _planned(x: Any, placement: Placement | DeviceMesh | None, sbp: str) -> dict[str, Nd]:
+def _planned(x: Any, placement: Placement | DeviceMesh | None, name: str) -> Mapping[str, Nd]:
+    """The splits that the plug-in of a name gives a module."""
     if not isinstance(x, nn.Module):
         raise SbpError(
-            f"to_global of a {type(x).__name__} with sbp={sbp!r}: write gz.sbp.B, gz.sbp.S(0) or gz.sbp.P; "
-            '"auto" is for a module whose configuration has plans'
+            f"to_global of a {type(x).__name__} with sbp={name!r}: write gz.sbp.B, gz.sbp.S(0) or gz.sbp.P; "
+            f'"{name}" is for a module whose configuration has plans'
         )
-    return planned_splits(x, as_placement(_required(placement, x)))
+    plugin = extensions(SPLITS)[name]
+    with plugin.name_errors():
+        splits = plugin.load()(x, as_placement(_required(placement, x)))
+        if not isinstance(splits, Mapping):
+            raise plugin.refusal(f"gave {shorten_repr(splits)}; give the SBPs of parameters by name")
+    return splits
 
 
 def _required(placement: Placement | DeviceMesh | None, x: object) -> Placement:

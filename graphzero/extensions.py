@@ -7,6 +7,7 @@ graphzero.settings     a ``graphzero.config.PluginSetting``: default and check o
 graphzero.inputs       a transform of a call's inputs, on where the setting of its name is not its default
 graphzero.configs      ``reader(config, given)``, which ``GraphConfig.from_NAME(given)`` calls
 graphzero.stages       a ``StageChooser``: pipeline stages of a captured step; ``config.set_stage("NAME")``
+graphzero.splits       ``splits(module, placement)``: SBPs of parameters by name; ``to_global(module, sbp="NAME")``
 graphzero.plans        a ``graphzero.plan.PlanExtension``: options of a step that does not fit, words in its plan
 graphzero.checks       a ``RoomCheck`` of a plug-in's pass: a step that does not meet it is run again with more room
 graphzero.executors    a ``RegionCompiler``: how compute between collectives runs; ``config.set_executor("NAME")``
@@ -32,10 +33,9 @@ from typing import Any
 from graphzero import _compat
 from graphzero.errors import ConfigError, GraphZeroError
 
-COMMANDS, PASSES, SETTINGS, INPUTS, CONFIGS, STAGES, PLANS, CHECKS, EXECUTORS = POINTS = (
+COMMANDS, PASSES, SETTINGS, INPUTS, CONFIGS, STAGES, SPLITS, PLANS, CHECKS, EXECUTORS = POINTS = (
     "graphzero.commands", "graphzero.passes", "graphzero.settings", "graphzero.inputs", "graphzero.configs",
-    "graphzero.stages", "graphzero.plans", "graphzero.checks",
-    "graphzero.executors",
+    "graphzero.stages", "graphzero.splits", "graphzero.plans", "graphzero.checks", "graphzero.executors",
 )  # fmt: skip
 DISTRIBUTION = "graphzero-torch"  # which has this file
 PACKAGE = __name__.partition(".")[0]

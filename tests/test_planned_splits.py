@@ -12,8 +12,8 @@ from inside import check_ends
 from torch import nn
 
 import graphzero as gz
-from graphzero.config.planned_splits import planned_splits
 from graphzero.errors import SbpError
+from graphzero.plugins.pretrained.planned_splits import planned_splits
 from graphzero.sbp import B, S
 
 GRID = gz.placement("cpu", [[0, 1], [2, 3]], names=("ep", "tp"), virtual=True)

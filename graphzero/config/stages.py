@@ -6,7 +6,7 @@ Or the wish that stages are chosen when the step is known, ``set_stage("auto")``
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -134,16 +134,3 @@ def resolve_marks(marks: tuple[StageMark, ...], modules: Mapping[str, nn.Module]
                 f"its modules are {shorten_list(list(modules))}"
             )
     return tuple(f"{mark.pattern or paths[id(mark.module)]}@{mark.stage}" for mark in marks)
-
-
-def list_planned_modules(modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Paths of the modules that a transformers configuration names as those that a pipeline is cut between.
-
-    That is its ``base_model_pp_plan``; a list of blocks among them is cut between its entries.
-    """
-    for attribute, module in modules.items():
-        for path, part in module.named_modules(prefix=attribute):
-            plan = getattr(getattr(part, "config", None), "base_model_pp_plan", None)
-            names = [*plan] if isinstance(plan, Mapping) else []
-            if names and all(isinstance(getattr(part, name, None), nn.Module) for name in names):
-                yield from (f"{path}.{name}" for name in names)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 
 from graphzero.capture import Captured, Step, capture
-from graphzero.config.stages import list_planned_modules, resolve_marks
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.logs import phase
@@ -44,8 +43,7 @@ def compile_step(
             gc.collect(YOUNG)  # what tracing leaves is several times what it makes
     graph, placed = prepare_for_passes(call, captured)
     with phase("plan"):
-        marks, planned = resolve_marks(settings.stages, step.modules), tuple(list_planned_modules(step.modules))
-        candidate = program_of(graph, settings, placed, room, verifies, marks, whole, planned)
+        candidate = program_of(graph, settings, placed, room, verifies, step.modules, whole)
         gc.collect(YOUNG)
     part = ProgramPart(candidate.graph, candidate.arena, settings.executor, settings.cuda_graph, candidate.pipeline)
     return StepProgram(captured, part, candidate.history, candidate.plan)

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
+from torch import nn
+
 from graphzero.config import AUTO, Settings
+from graphzero.config.stages import resolve_marks
 from graphzero.errors import ConfigError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
@@ -25,18 +28,16 @@ from graphzero.step.input_transform import active_transform
 
 
 def program_of(
-    graph: StepGraph, settings: Settings, placed: Mapping[Role, Nd], room: int | None, verifies: bool = True,
-    pipeline_stages: tuple[str, ...] = (), whole: Placement | None = None, planned_modules: tuple[str, ...] = (),
+    graph: StepGraph, settings: Settings, placed: Mapping[Role, Nd], room: int | None, verifies: bool,
+    modules: Mapping[str, nn.Module], whole: Placement | None = None,
 ) -> Candidate:  # fmt: skip
     """The program of a captured step.
 
-    pipeline_stages: marks of modules, see ``AssignStages``.  whole: the placement with the axis ``pp``, if it has one.
-    planned_modules: see ``StageRequest.planned``.
-
     placed: role -> how it lies, of all that the step may read.  verifies: see ``Pipeline``.
     room: bytes that one rank may have, if the settings leave the stage to that.
+    modules: of the Graph, by attribute.  whole: the placement with the axis ``pp``, if it has one.
     """
-    whole = whole or graph.placement
+    whole, pipeline_stages = whole or graph.placement, resolve_marks(settings.stages, modules)
     check_pipeline(settings, whole.pipeline_members)
     stage, budget = settings.zero.stage, budget_of(settings, room)
     stages = (stage,) if isinstance(stage, int) else STAGES
@@ -49,7 +50,7 @@ def program_of(
         decisions, device = list[str](), plain(whole.device_type)
         if settings.auto_stages is not None:
             device = settings.auto_stages.device or device
-            request = _stage_request(settings, whole.pipeline_members, planned_modules, budget)
+            request = _stage_request(settings, whole.pipeline_members, modules, budget)
             cut_options = replace(options, stage=stages[-1])  # which holds least
             name, own = settings.auto_stages.chooser, settings.user_passes
             marks, decision = chosen_stages(name, graph, cut_options, own, request)
@@ -70,14 +71,14 @@ def program_of(
 
 
 def _stage_request(
-    settings: Settings, members: int, planned_modules: tuple[str, ...], budget: Budget | None
+    settings: Settings, members: int, modules: Mapping[str, nn.Module], budget: Budget | None
 ) -> StageRequest:
     """The request of ``set_stage("auto")``, or of another chooser."""
     assert settings.auto_stages is not None
     stages, device, _ = settings.auto_stages
     if stages is None:
         stages = count_stages(settings.pipeline, members)
-    return StageRequest(stages, members, device, planned_modules, budget.nbytes if budget is not None else None)
+    return StageRequest(stages, members, device, modules, budget.nbytes if budget is not None else None)
 
 
 def check_pipeline(settings: Settings, members: int) -> None:

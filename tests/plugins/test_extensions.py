@@ -126,6 +126,7 @@ def test_the_plug_ins_of_graphzero_are_those_that_it_declares_and_each_loads() -
         "graphzero.inputs": ["shapes"],
         "graphzero.configs": ["deepspeed"],
         "graphzero.stages": ["auto"],
+        "graphzero.splits": ["auto"],
         "graphzero.plans": ["row_tiles", "split_attention", "split_experts"],
         "graphzero.checks": ["room_for_rows"],
         "graphzero.executors": ["inductor"],
@@ -315,6 +316,18 @@ def test_a_chooser_of_stages_that_cannot_be_called_is_refused(site: Site) -> Non
         graph.compile(torch.ones(2, 2))
 
 
+def test_splits_are_given_by_the_plug_in_that_is_named(site: Site) -> None:
+    site("splits", "rows", "MODULE:split_rows", text=SPLITS)
+    site("splits", "text", "MODULE:say_rows", name="b-plugin", text=SPLITS)
+    ranks = gz.placement("cpu", range(2), names=("tp",), virtual=True)
+    model = gz.to_global(torch.nn.Linear(2, 4), ranks, sbp="rows")
+    assert gz.sbp.of(model.weight) == (gz.sbp.S(0),) and gz.sbp.of(model.bias) == (gz.sbp.B,)
+    with pytest.raises(gz.ConfigError, match=r"plug-in 'text' .* gave 'S\(0\)'; give the SBPs of parameters by name"):
+        gz.to_global(torch.nn.Linear(2, 4), ranks, sbp="text")
+    with pytest.raises(gz.SbpError, match=r"needs sbp= with one SBP per axis \(tp\), not 'columns'"):
+        gz.to_global(torch.nn.Linear(2, 4), ranks, sbp="columns")
+
+
 def test_of_two_transforms_of_inputs_one_can_be_on(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site("inputs", "depth", "MODULE:Noop")
     both = PluginValue("depth", 1), PluginValue("shapes", None)
@@ -360,6 +373,16 @@ def test_a_step_whose_plug_in_gives_no_more_room_stops(site: Site) -> None:
         with pytest.raises(gz.errors.CapacityError, match="the maximum is above 0; calls of a Graph do so"):
             call(torch.ones(2, 2))
 
+
+SPLITS = """
+import graphzero as gz
+
+def split_rows(module, placement):
+    return {name: (gz.sbp.S(0),) for name, _ in module.named_parameters() if "weight" in name}
+
+def say_rows(module, placement):
+    return "S(0)"
+"""
 
 BAD = (
     TEXT

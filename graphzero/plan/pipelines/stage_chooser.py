@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from torch import nn
 
 from graphzero.errors import shorten_repr
 from graphzero.extensions import STAGES, extensions
@@ -21,14 +23,14 @@ class StageRequest:
     """A request for stages.
 
     count: of stages.  members: ranks along ``pp``.  device: whose seconds are evened out, if the user named one.
-    planned: modules between which a model's own configuration cuts.
+    modules: of the Graph, by attribute.
     nbytes: that a rank may have for parameters, gradients and states; None for any number.
     """
 
     count: int
     members: int = 1
     device: Device | None = None
-    planned: tuple[str, ...] = ()
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
     nbytes: int | None = None
 
 

@@ -28,7 +28,7 @@ from graphzero.plan.plan import format_seconds
 from graphzero.plan.program_costs import SHARED
 from graphzero.plan.seconds import seconds_of
 from graphzero.plugins.auto_stages.stage_cuts import choose_cuts
-from graphzero.plugins.auto_stages.stage_units import StageUnits
+from graphzero.plugins.auto_stages.stage_units import StageUnits, planned_modules
 
 AUTO_STAGES = 'set_stage("auto")'
 
@@ -40,7 +40,7 @@ def choose_stages(
 
     Raises ConfigError for more stages than modules to cut between, and for marks that leave no cut.
     """
-    units, count = StageUnits.of_step(graph, request.count, request.planned), request.count
+    units, count = StageUnits.of_step(graph, request.count, [*planned_modules(request.modules)]), request.count
     if len(units.units) < count:
         raise ConfigError(
             f"{AUTO_STAGES}: {count} stages, and build calls {len(units.units)} modules that may be on stages of their "

@@ -7,12 +7,12 @@ is before and after the blocks.  What has no parameters, a mask or a dropout, is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from torch import fx
+from torch import fx, nn
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
@@ -125,6 +125,19 @@ class StageUnits:
                         elements = min(elements, value.tensor_type(node).numel / rows)
                     read[unit or 0][param] = max(elements, read[unit or 0].get(param, 0.0))
         return read
+
+
+def planned_modules(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Paths of the modules that a transformers configuration names as those that a pipeline is cut between.
+
+    That is its ``base_model_pp_plan``; a list of blocks among them is cut between its entries.
+    """
+    for attribute, module in modules.items():
+        for path, part in module.named_modules(prefix=attribute):
+            plan = getattr(getattr(part, "config", None), "base_model_pp_plan", None)
+            names = [*plan] if isinstance(plan, Mapping) else []
+            if names and all(isinstance(getattr(part, name, None), nn.Module) for name in names):
+                yield from (f"{path}.{name}" for name in names)
 
 
 def _params_of(graph: StepGraph) -> dict[fx.Node, frozenset[fx.Node]]:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphzero.capture import Captured
 from graphzero.config import Settings
-from graphzero.config.stages import clear_stages, list_planned_modules, resolve_marks
+from graphzero.config.stages import clear_stages, resolve_marks
 from graphzero.errors import ConfigError
 from graphzero.graph import Graph
 from graphzero.ir import value
@@ -38,8 +38,7 @@ class CapturedStep:
 
     graph: captured, for ``graph.placement``.  placed: how what it reads lies there.  settings: the user's own.
     rows: of the global batch.  names: attribute of the Graph -> the names of its parameters and buffers, ties included.
-    marks, planned_modules: of pipeline stages, as ``program_of`` takes them.  auto_line: sets stages that the user has
-    not set.
+    modules: of the Graph, by attribute.  auto_line: sets stages that the user has not set.
     """
 
     captured: Captured = field(repr=False)
@@ -48,8 +47,7 @@ class CapturedStep:
     settings: Settings = field(repr=False)
     rows: int
     names: Mapping[str, tuple[str, ...]] = field(repr=False)
-    marks: tuple[str, ...] = ()
-    planned_modules: tuple[str, ...] = ()
+    modules: Mapping[str, nn.Module] = field(repr=False)
     auto_line: str = ""
 
     @property
@@ -92,8 +90,7 @@ class CapturedStep:
         It is made to be priced, and not verified.  Raises ConfigError for settings that it cannot have.
         """
         graph, placed = self.on(placement.without_pipeline(), splits)
-        marks = self.marks if settings.stages else ()
-        return program_of(graph, settings, placed, None, False, marks, placement, self.planned_modules)
+        return program_of(graph, settings, placed, None, False, self.modules, placement)
 
 
 def captured_step(graph: Graph, example: tuple[Any, ...]) -> CapturedStep:
@@ -119,8 +116,8 @@ def captured_step(graph: Graph, example: tuple[Any, ...]) -> CapturedStep:
         for attribute, module in modules.items()
     }
     own = replace(call.settings, stages=settings.stages, auto_stages=settings.auto_stages)
-    marks, planned = resolve_marks(settings.stages, modules), tuple(list_planned_modules(modules))
-    return CapturedStep(program.captured, placed, step, own, rows, names, marks, planned)
+    resolve_marks(settings.stages, modules)  # raises what no layout could answer
+    return CapturedStep(program.captured, placed, step, own, rows, names, modules)
 
 
 def with_rows(example: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
