@@ -16,9 +16,9 @@ from _ranks import start_as_torchrun
 import graphzero as gz
 from graphzero.cli import main
 from graphzero.plan.device import Device
-from graphzero.plan.pipelines.pipeline_timeline import pipeline_timeline
 from graphzero.plan.timeline import COMPUTE
 from graphzero.plugins.page.timeline import read_measured
+from graphzero.plugins.plan.pipeline_timeline import pipeline_timeline
 from graphzero.plugins.profiler.recorder import AWAIT, LAUNCH
 
 HERE = Path(__file__).parent

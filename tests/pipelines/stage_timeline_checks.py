@@ -11,7 +11,7 @@ from stage_process_checks import graph_on, layer_on_each, real
 from staged import batches
 
 from graphzero.ir.pipeline_parts import BACKWARD, BODY, PipelineProgram
-from graphzero.plan.pipelines.pipeline_timeline import unit_seconds
+from graphzero.plugins.plan.pipeline_timeline import unit_seconds
 from graphzero.schedules import PipelineTimeline, ScheduleCosts, simulate_schedule
 from graphzero.schedules.action import ActionKind
 

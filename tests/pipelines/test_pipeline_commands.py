@@ -12,9 +12,9 @@ from staged import Net, batches, placement, staged_graph, stages_of
 import graphzero as gz
 from graphzero.cli import main
 from graphzero.plan.device import Device
-from graphzero.plan.pipelines.pipeline_timeline import pipeline_timeline
 from graphzero.plugins.plan.command import planned
 from graphzero.plugins.plan.peak import largest_in_pipeline
+from graphzero.plugins.plan.pipeline_timeline import pipeline_timeline
 
 HERE = Path(__file__).parent
 FACTORY = """

@@ -11,8 +11,8 @@ from staged import Net, batches, placement, staged_graph, stages_of
 
 from graphzero.ir.pipeline_parts import BODY, PipelineProgram
 from graphzero.plan.device import Device
-from graphzero.plan.pipelines.pipeline_timeline import pipeline_timeline, time_calls, unit_seconds
 from graphzero.plan.timeline import timeline
+from graphzero.plugins.plan.pipeline_timeline import pipeline_timeline, time_calls, unit_seconds
 from graphzero.sbp.link_costs import Link
 from graphzero.schedules import GENERATORS, simulate_schedule
 

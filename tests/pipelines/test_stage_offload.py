@@ -34,8 +34,8 @@ from graphzero.ir.pipeline_launches import COPIES, LaunchKind, list_launches
 from graphzero.ir.streams.events import TO_DEVICE, TO_HOST, StreamKernel
 from graphzero.ir.streams.stage_events import StageEvents
 from graphzero.ir.verifier.stream_order import find_race
-from graphzero.plan.pipelines.pipeline_timeline import pipeline_timeline
 from graphzero.plan.seconds import plain as plain_device
+from graphzero.plugins.plan.pipeline_timeline import pipeline_timeline
 from graphzero.runtime.transport.primitives import Handle
 from graphzero.runtime.world.host_copies import HostCopies
 from graphzero.sbp.link_costs import Link

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from graphzero.ir.pipeline_parts import BACKWARD, BACKWARD_WEIGHT, FORWARD, PipelineProgram
+from graphzero.ir.pipeline_parts import BACKWARD, BACKWARD_WEIGHT, FORWARD, PipelineProgram, ValueKey
+from graphzero.ir.storage.liveness import liveness
 from graphzero.plan.device import Device
-from graphzero.plan.pipelines.pipeline_timeline import arrivals
 from graphzero.plan.timeline import timeline
+from graphzero.sbp.placement import PIPELINE
 from graphzero.schedules import Action, ActionKind, ScheduleCosts, draw_timeline, simulate_schedule
 
 KINDS = {
@@ -15,6 +17,7 @@ KINDS = {
     BACKWARD: ActionKind.BACKWARD_INPUT,
     BACKWARD_WEIGHT: ActionKind.BACKWARD_WEIGHT,
 }
+Arrival = Callable[[ValueKey], float]
 
 
 @dataclass(frozen=True)
@@ -66,3 +69,14 @@ def schedule_costs(pipeline: PipelineProgram, device: Device) -> ScheduleCosts:
                 edge = key.stage, stage
                 transfers[edge] = max(transfers.get(edge, 0.0), arrival(key))
     return ScheduleCosts(actions, transfers)
+
+
+def arrivals(pipeline: PipelineProgram, device: Device) -> Arrival:
+    """The seconds that each value takes over the link along ``pp``: a message of its bytes."""
+    if pipeline.schedule.ranks == 1:
+        return lambda _: 0.0
+    link, nbytes = device.link(pipeline.placement, PIPELINE), dict[ValueKey, int]()
+    for part in pipeline.parts.parts:
+        sizes = {span.storage[0].name: span.nbytes for span in liveness(part.graph).spans()}
+        nbytes |= {key: sizes.get(name, 0) for name, key in part.inputs.items()}
+    return lambda key: link.latency + nbytes.get(key, 0) / link.bandwidth

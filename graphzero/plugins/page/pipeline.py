@@ -15,7 +15,6 @@ from graphzero.ir.storage.liveness import Bytes
 from graphzero.passes import Record
 from graphzero.plan.device import Device
 from graphzero.plan.pipelines.pipeline_memory import PipelineMemory
-from graphzero.plan.pipelines.pipeline_timeline import TimedCall, pipeline_timeline, time_calls, unit_seconds
 from graphzero.plan.plan import CATEGORIES, PipelinePlan
 from graphzero.plan.program_costs import total_over_time
 from graphzero.plugins.page.lines import Pool, passes_data, values_data
@@ -23,6 +22,7 @@ from graphzero.plugins.page.memory import change_bytes, memory_data
 from graphzero.plugins.page.parameters import RankNumbers, parameters_data
 from graphzero.plugins.page.snapshots import snapshots
 from graphzero.plugins.page.timeline import planned_data
+from graphzero.plugins.plan.pipeline_timeline import TimedCall, pipeline_timeline, time_calls, unit_seconds
 from graphzero.sbp.placement import PIPELINE
 
 WHOLE = "whole step"

@@ -23,11 +23,11 @@ from graphzero.cli import factory
 from graphzero.errors import ConfigError
 from graphzero.plan.device import Device, names
 from graphzero.plan.pipelines.pipeline_seconds import pipeline_seconds
-from graphzero.plan.pipelines.pipeline_timeline import pipeline_timeline
 from graphzero.plan.timeline import timeline
 from graphzero.plugins.plan import table
 from graphzero.plugins.plan.least_ranks import Least, least_ranks
 from graphzero.plugins.plan.peak import largest_at_peak, largest_in_pipeline, pieces_at_peak
+from graphzero.plugins.plan.pipeline_timeline import pipeline_timeline
 from graphzero.plugins.plan.report import PlanReport, StagePlan
 from graphzero.sbp.placement import Placement, placement
 

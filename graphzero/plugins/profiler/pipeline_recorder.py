@@ -13,8 +13,8 @@ from torch import fx
 from graphzero.ir.pipeline_parts import BACKWARD, BACKWARD_WEIGHT, EPILOGUE, PartCall, PipelineProgram
 from graphzero.plan import Plan
 from graphzero.plan.device import Device
-from graphzero.plan.pipelines.pipeline_timeline import pipeline_timeline
 from graphzero.plan.timeline import Event, Timeline, timeline
+from graphzero.plugins.plan.pipeline_timeline import pipeline_timeline
 from graphzero.plugins.profiler.data import RankTrace
 from graphzero.plugins.profiler.recorder import EventRecorder, clock_of
 from graphzero.runtime.execute.steps import Meter

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from graphzero.plan import Plan
 from graphzero.plan.device import Device
-from graphzero.plan.pipelines.pipeline_timeline import pipeline_timeline
 from graphzero.plan.seconds import COPY
 from graphzero.plan.timeline import COMPUTE, Event, Timeline, timeline
+from graphzero.plugins.plan.pipeline_timeline import pipeline_timeline
 from graphzero.plugins.tune.captured_step import CapturedStep
 from graphzero.plugins.tune.layout import Layout
 from graphzero.sbp.types import Sbp

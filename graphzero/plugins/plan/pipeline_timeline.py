@@ -10,17 +10,14 @@ direction; a CPU copies them itself.  Of parts with the same times on all stages
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from graphzero.ir.pipeline_parts import BACKWARD, BACKWARD_WEIGHT, PartCall, PipelineProgram, Slot, ValueKey
-from graphzero.ir.storage.liveness import liveness
+from graphzero.ir.pipeline_parts import BACKWARD, BACKWARD_WEIGHT, PartCall, PipelineProgram, Slot
 from graphzero.plan.device import Device
+from graphzero.plan.pipelines.pipeline_seconds import Arrival, arrivals
 from graphzero.plan.timeline import Timeline, timeline
-from graphzero.sbp.placement import PIPELINE
-
-Arrival = Callable[[ValueKey], float]
 
 
 class TimedCall(NamedTuple):
@@ -147,14 +144,3 @@ def unit_seconds(pipeline: PipelineProgram) -> list[float]:
     split = {part.key.stage for part in pipeline.parts.parts if part.key.kind == BACKWARD_WEIGHT}
     keys = [part.key for part in pipeline.parts.parts]
     return [2.0 if key.kind == BACKWARD and key.stage not in split else 1.0 for key in keys]
-
-
-def arrivals(pipeline: PipelineProgram, device: Device) -> Arrival:
-    """The seconds that each value takes over the link along ``pp``: a message of its bytes."""
-    if pipeline.schedule.ranks == 1:
-        return lambda _: 0.0
-    link, nbytes = device.link(pipeline.placement, PIPELINE), dict[ValueKey, int]()
-    for part in pipeline.parts.parts:
-        sizes = {span.storage[0].name: span.nbytes for span in liveness(part.graph).spans()}
-        nbytes |= {key: sizes.get(name, 0) for name, key in part.inputs.items()}
-    return lambda key: link.latency + nbytes.get(key, 0) / link.bandwidth
