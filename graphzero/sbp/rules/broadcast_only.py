@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from graphzero.ops import RANK_KEY
 from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
 from graphzero.sbp.rules._factor_lines import overloads
@@ -10,6 +11,9 @@ REASONS = {
     "masked_scatter masked_scatter_backward": "which values of the source a piece takes depends on the mask before it",
     "_pdist_forward _pdist_backward": "results are counted over pairs of rows, and a norm is over all columns",
     "empty_strided empty_permuted": "its strides are of the whole",
+    "arange.default arange.start arange.start_step eye.default eye.m tril_indices.default triu_indices.default "
+    "linspace.default linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor scalar_tensor.default "
+    "logspace.default logspace.Tensor_Tensor logspace.Tensor_Scalar logspace.Scalar_Tensor": "values follow places",
     "bartlett_window blackman_window hamming_window hann_window kaiser_window": "it is made of sizes alone",
     "fft_fftfreq fft_rfftfreq range": "it is made of sizes alone",
     "nonzero_static": "places are counted from the first",
@@ -25,3 +29,4 @@ def nothing(call: Call) -> None:
 
 for _names in REASONS:
     rule(overloads(_names), nothing)
+rule(RANK_KEY, nothing)  # which rank draws from which key is in the arguments

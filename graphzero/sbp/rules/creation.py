@@ -35,20 +35,8 @@ def _splits(shape: tuple[int, ...]) -> list[Sbp]:
 rule(overloads("zeros_like", "ones_like", "full_like", "empty_like"), "?...->...")
 rule(overloads("zero"), "?...->...")
 
-B_ONLY = """
-    arange.default arange.start arange.start_step linspace.default logspace.default eye.default eye.m
-    scalar_tensor.default tril_indices.default triu_indices.default
-    linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor
-    logspace.Tensor_Tensor logspace.Tensor_Scalar logspace.Scalar_Tensor
-"""
-
 
 @rule(overloads("new_empty_strided"))
 def new_strided(call: Call) -> str:
     """Its strides are of the whole."""
     return f"?{'_' * len(call.shape)}->{'_' * len(call.out)}"
-
-
-@rule(overloads(B_ONLY))
-def broadcast_only(call: Call) -> None:
-    """A value depends on its place: B, and sliced where a piece is needed."""

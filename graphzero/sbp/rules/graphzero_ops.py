@@ -30,11 +30,6 @@ def adam_rounded(call: Call) -> str:
     return f"{'~...,' * (moments + 1)}~,~->{','.join(['...'] * moments)}"
 
 
-@rule(torch.ops.graphzero.rank_key.default)
-def rank_key(call: Call) -> None:
-    """Only the signature all-B: which rank draws from which key is in the arguments."""
-
-
 PRODUCTS = {
     (2, 3): "_k,_kn,~_->_n",
     (2, 2): "m_,_n,~_->_mn",
