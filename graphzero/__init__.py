@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from graphzero import passes as passes
     from graphzero import sbp as sbp
     from graphzero import testing as testing
-    from graphzero.config import GraphConfig
-    from graphzero.convert import to_global, to_local
+    from graphzero.config import GraphConfig as GraphConfig
+    from graphzero.convert import to_global as to_global
+    from graphzero.convert import to_local as to_local
     from graphzero.errors import CaptureError as CaptureError
     from graphzero.errors import CheckError as CheckError
     from graphzero.errors import CheckpointError as CheckpointError
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
     from graphzero.errors import RankError as RankError
     from graphzero.errors import SbpError as SbpError
     from graphzero.errors import VerifyError as VerifyError
-    from graphzero.graph import Graph
-    from graphzero.ir.graph import StepGraph
-    from graphzero.ir.text.parser import parse
+    from graphzero.graph import Graph as Graph
+    from graphzero.ir.graph import StepGraph as StepGraph
+    from graphzero.ir.text.parser import parse as parse
     from graphzero.logs import set_logs as set_logs
-    from graphzero.passes import Pipeline
-    from graphzero.plan import Plan
+    from graphzero.passes import Pipeline as Pipeline
+    from graphzero.plan import Plan as Plan
     from graphzero.plugins.check import check as check
     from graphzero.plugins.deepspeed import DeepSpeed as DeepSpeed
     from graphzero.plugins.explain import explain as explain
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
     from graphzero.plugins.profiler import Trace as Trace
     from graphzero.plugins.profiler import trace as trace
     from graphzero.plugins.ragged.batches import until_all_end as until_all_end
-    from graphzero.region import local_region
-    from graphzero.sbp.link_costs import Link
-    from graphzero.sbp.placement import Placement, placement
+    from graphzero.region import local_region as local_region
+    from graphzero.sbp.link_costs import Link as Link
+    from graphzero.sbp.placement import Placement as Placement
+    from graphzero.sbp.placement import placement as placement
     from graphzero.serialization import latest as latest
     from graphzero.serialization import load as load
     from graphzero.serialization import save as save
@@ -66,86 +68,42 @@ def _refuse_other_distribution() -> None:
 
 _refuse_other_distribution()
 
-_HOMES = {
-    "CaptureError": "errors",
-    "CheckError": "errors",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "DeepSpeed": "plugins.deepspeed",
-    "Graph": "graph",
-    "GraphConfig": "config",
-    "GraphZeroError": "errors",
-    "Link": "sbp.link_costs",
-    "Pipeline": "passes",
-    "Placement": "sbp.placement",
-    "PlacementError": "errors",
-    "Plan": "plan",
-    "RankError": "errors",
-    "SbpError": "errors",
-    "StepGraph": "ir.graph",
-    "Trace": "plugins.profiler",
-    "VerifyError": "errors",
-    "check": "plugins.check",
-    "explain": "plugins.explain",
-    "latest": "serialization",
-    "load": "serialization",
-    "load_pretrained": "plugins.pretrained",
-    "materialize": "plugins.pretrained",
-    "local_region": "region",
-    "parse": "ir.text.parser",
-    "placement": "sbp.placement",
-    "save": "serialization",
-    "save_page": "plugins.page",
-    "save_pretrained": "plugins.pretrained",
-    "set_logs": "logs",
-    "to_global": "convert",
-    "to_local": "convert",
-    "trace": "plugins.profiler",
-    "until_all_end": "plugins.ragged.batches",
+_PUBLIC = {  # module -> its public names
+    "config": ("GraphConfig",),
+    "convert": ("to_global", "to_local"),
+    "errors": (
+        "CaptureError",
+        "CheckError",
+        "CheckpointError",
+        "ConfigError",
+        "GraphZeroError",
+        "PlacementError",
+        "RankError",
+        "SbpError",
+        "VerifyError",
+    ),
+    "graph": ("Graph",),
+    "ir.graph": ("StepGraph",),
+    "ir.text.parser": ("parse",),
+    "logs": ("set_logs",),
+    "passes": ("Pipeline",),
+    "plan": ("Plan",),
+    "plugins.check": ("check",),
+    "plugins.deepspeed": ("DeepSpeed",),
+    "plugins.explain": ("explain",),
+    "plugins.page": ("save_page",),
+    "plugins.pretrained": ("load_pretrained", "materialize", "save_pretrained"),
+    "plugins.profiler": ("Trace", "trace"),
+    "plugins.ragged.batches": ("until_all_end",),
+    "region": ("local_region",),
+    "sbp.link_costs": ("Link",),
+    "sbp.placement": ("Placement", "placement"),
+    "serialization": ("latest", "load", "save"),
 }
+_HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 _MODULES = ("errors", "nn", "passes", "sbp", "testing")
 
-__all__ = [
-    "CaptureError",
-    "CheckError",
-    "CheckpointError",
-    "ConfigError",
-    "DeepSpeed",
-    "Graph",
-    "GraphConfig",
-    "GraphZeroError",
-    "Link",
-    "Pipeline",
-    "Placement",
-    "PlacementError",
-    "Plan",
-    "RankError",
-    "SbpError",
-    "StepGraph",
-    "Trace",
-    "VerifyError",
-    "check",
-    "errors",
-    "explain",
-    "latest",
-    "load",
-    "load_pretrained",
-    "local_region",
-    "materialize",
-    "parse",
-    "passes",
-    "placement",
-    "save",
-    "save_page",
-    "save_pretrained",
-    "sbp",
-    "set_logs",
-    "testing",
-    "to_global",
-    "to_local",
-    "trace",
-    "until_all_end",
-]
+__all__ = sorted({*_HOMES, *_MODULES} - {"nn"})  # which import * would put over torch's
 
 
 def __getattr__(name: str) -> Any:
