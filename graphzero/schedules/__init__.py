@@ -17,7 +17,6 @@ from graphzero.schedules.action import Action, ActionKind, parse_action
 from graphzero.schedules.chart import draw_timeline
 from graphzero.schedules.check import check_schedule
 from graphzero.schedules.generators import GENERATORS, generate_schedule
-from graphzero.schedules.in_flight import count_in_flight, most_in_flight
 from graphzero.schedules.resolve import count_stages, parse_csv, resolve_schedule
-from graphzero.schedules.schedule import PipelineSchedule
+from graphzero.schedules.schedule import PipelineSchedule, count_in_flight, most_in_flight
 from graphzero.schedules.timeline import PipelineTimeline, ScheduleCosts, simulate_schedule

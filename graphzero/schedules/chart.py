@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphzero.schedules.in_flight import most_in_flight
+from graphzero.schedules.schedule import most_in_flight
 from graphzero.schedules.timeline import PipelineTimeline, TimedAction
 
 IDLE = "."

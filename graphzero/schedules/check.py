@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 from graphzero.errors import ScheduleError
 from graphzero.schedules.action import Action, ActionKind
-from graphzero.schedules.execution import execution_order
 from graphzero.schedules.schedule import PipelineSchedule
 from graphzero.schedules.values import (
     INPUT,
@@ -26,6 +25,8 @@ from graphzero.schedules.values import (
     F,
     Position,
     Value,
+    cell_error,
+    execution_order,
     format_place,
     format_value,
     is_lowered,
@@ -47,11 +48,11 @@ def check_complete(schedule: PipelineSchedule) -> None:
     for row, column, cell in schedule.cells():
         for action in cell.parts or (cell,):
             if problem := _misplacement(schedule, row, action):
-                raise _error(row, column, cell, problem)
+                raise cell_error((row, column), cell, problem)
         for value in made_values(cell):
             if value in first:
                 problem = f"runs {format_value(value)} after {format_place(schedule, first[value])}"
-                raise _error(row, column, cell, problem)
+                raise cell_error((row, column), cell, problem)
             first[value] = row, column
     for row in range(schedule.ranks):
         if not schedule.stages_on(row):
@@ -76,7 +77,7 @@ def check_ascending(schedule: PipelineSchedule) -> None:
             if micro_batch < before:
                 what = "runs forward" if action.kind is F else "sums its weight gradients"
                 reason = f"a stage {what} in ascending order of micro-batches"
-                raise _error(row, column, cell, f"comes after {format_place(schedule, position)}, but {reason}")
+                raise cell_error((row, column), cell, f"comes after {format_place(schedule, position)}, but {reason}")
             last[key] = micro_batch, (row, column)
 
 
@@ -89,22 +90,26 @@ def check_sharding(schedule: PipelineSchedule) -> None:
         stage = cell.stage
         if cell.kind is ActionKind.UNSHARD:
             if stage in unsharded:
-                raise _error(row, column, cell, "finds the parameters gathered: expected a RESHARD before it")
+                raise cell_error((row, column), cell, "finds the parameters gathered: expected a RESHARD before it")
             unsharded.add(stage)
         elif cell.kind is ActionKind.RESHARD:
             if stage not in unsharded:
-                raise _error(row, column, cell, "finds the parameters sharded: expected an UNSHARD before it")
+                raise cell_error((row, column), cell, "finds the parameters sharded: expected an UNSHARD before it")
             unsharded.remove(stage)
         elif cell.kind is ActionKind.REDUCE_GRAD:
             if cell.micro_batch in reduced.setdefault(stage, set()):
-                raise _error(row, column, cell, "is in the row twice")
+                raise cell_error((row, column), cell, "is in the row twice")
             reduced[stage].add(cell.micro_batch)
         for action in cell.computations:
             gathers = action.stage in gathered_stages and action.kind is not WEIGHT
             if gathers and action.stage not in unsharded:
-                raise _error(row, column, cell, f"finds the parameters sharded: no {action.stage}UNSHARD is before it")
+                raise cell_error(
+                    (row, column), cell, f"finds the parameters sharded: no {action.stage}UNSHARD is before it"
+                )
             if action.kind in (B, WEIGHT) and reduced.get(action.stage, set()) & {None, action.micro_batch}:
-                raise _error(row, column, cell, f"comes after {action.stage}REDUCE_GRAD, which reduces its gradients")
+                raise cell_error(
+                    (row, column), cell, f"comes after {action.stage}REDUCE_GRAD, which reduces its gradients"
+                )
 
 
 def _misplacement(schedule: PipelineSchedule, row: int, action: Action) -> str:
@@ -143,7 +148,3 @@ def _expected_values(schedule: PipelineSchedule) -> Iterator[tuple[int, Value]]:
 def _alternative(value: Value) -> str:
     stage, kind, micro_batch = value
     return f", nor '{stage}B{micro_batch}'" if kind in (INPUT, WEIGHT) else ""
-
-
-def _error(row: int, column: int, cell: Action, problem: str) -> ScheduleError:
-    return ScheduleError(f"row {row}, column {column}: '{cell}' {problem}", row, column)

@@ -27,21 +27,19 @@ from dataclasses import replace
 from graphzero.errors import ScheduleError
 from graphzero.schedules.action import Action, ActionKind
 from graphzero.schedules.schedule import PipelineSchedule
-
-F, B = ActionKind.FORWARD, ActionKind.BACKWARD
-INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+from graphzero.schedules.values import INPUT, WEIGHT, B, F
 
 Pair = tuple[int, int]  # stage, micro-batch
 Generator = Callable[[int, int, int], PipelineSchedule]  # of ranks, micro-batches, stages a rank
 
 
-def gpipe(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
+def gpipe(ranks: int, micro_batches: int, stages_per_rank: int) -> PipelineSchedule:
     """All forward actions, then all backward actions, one stage a rank."""
     _require_stages(1, stages_per_rank, "gpipe", "looped_bfs")
     return replace(looped_bfs(ranks, micro_batches, 1), name="gpipe")
 
 
-def one_forward_one_backward(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
+def one_forward_one_backward(ranks: int, micro_batches: int, stages_per_rank: int) -> PipelineSchedule:
     """1F1B: a rank begins backward as soon as it can, and each forward action waits for a backward one."""
     _require_stages(1, stages_per_rank, "1f1b", "interleaved")
     pairs = [_list_pairs([rank], micro_batches, micro_batches) for rank in range(ranks)]
@@ -49,13 +47,13 @@ def one_forward_one_backward(ranks: int, micro_batches: int, stages_per_rank: in
     return _build_loop(rows, ranks, micro_batches, 1, "1f1b")
 
 
-def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
+def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> PipelineSchedule:
     """1F1B over several stages a rank: the bubble is divided by their number, messages are multiplied by it."""
     rows = _interleave(ranks, micro_batches, stages_per_rank, ahead=2, is_split=False)
     return _build_loop(rows, ranks, micro_batches, stages_per_rank, "interleaved")
 
 
-def looped_bfs(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
+def looped_bfs(ranks: int, micro_batches: int, stages_per_rank: int) -> PipelineSchedule:
     """All forward actions, stage by stage, then all backward actions, from the last stage to the first."""
     rows = []
     for rank in range(ranks):
@@ -66,19 +64,19 @@ def looped_bfs(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Pipe
     return _build_loop(rows, ranks, micro_batches, stages_per_rank, "looped_bfs")
 
 
-def zb1p(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
+def zb1p(ranks: int, micro_batches: int, stages_per_rank: int) -> PipelineSchedule:
     """ZB-H1: 1F1B whose weight gradients come later on later ranks, with one stage a rank."""
     _require_stages(1, stages_per_rank, "zb1p", "interleaved_zero_bubble")
     return replace(interleaved_zero_bubble(ranks, micro_batches, 1), name="zb1p")
 
 
-def interleaved_zero_bubble(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
+def interleaved_zero_bubble(ranks: int, micro_batches: int, stages_per_rank: int) -> PipelineSchedule:
     """ZB-H1 on the interleaved order: ``rank`` weight gradients wait on each rank, which evens out memory."""
     rows = _interleave(ranks, micro_batches, stages_per_rank, ahead=1, is_split=True)
     return _build_loop(rows, ranks, micro_batches, stages_per_rank, "interleaved_zero_bubble")
 
 
-def zbv(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
+def zbv(ranks: int, micro_batches: int, stages_per_rank: int) -> PipelineSchedule:
     """ZB-V: of the two stages of a rank one is on the way down, ``rank``, one on the way up.
 
     It is written for two micro-batches a rank or more; of fewer, those that do not exist are left out.

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graphzero.schedules.action import Action, ActionKind
-from graphzero.schedules.execution import execution_order
 from graphzero.schedules.schedule import PipelineSchedule
 from graphzero.schedules.values import (
     INPUT,
@@ -18,6 +17,7 @@ from graphzero.schedules.values import (
     F,
     Position,
     Value,
+    execution_order,
     made_values,
 )
 

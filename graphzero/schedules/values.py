@@ -1,10 +1,14 @@
-"""Values of a schedule: what its actions make, and what they need."""
+"""Values of a schedule: what its actions make, what they need, and an order in which all ranks can run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from operator import itemgetter
 
+from graphzero.errors import ScheduleError
 from graphzero.schedules.action import RECEIVES, SENDS, SHARDING, Action, ActionKind
+from graphzero.schedules.queues import describe_circle, run_queues
 from graphzero.schedules.schedule import PipelineSchedule
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -72,12 +76,36 @@ def format_value(value: Value) -> str:
     return str(Action(*value))
 
 
-def locate_values(schedule: PipelineSchedule) -> dict[Value, Position]:
-    """The cell that makes each value."""
-    return {value: (row, column) for row, column, cell in schedule.cells() for value in made_values(cell)}
-
-
 def format_place(schedule: PipelineSchedule, position: Position) -> str:
     """ "'0F3' (row 0, column 3)"."""
     row, column = position
     return f"'{schedule.rows[row][column]}' (row {row}, column {column})"
+
+
+def cell_error(position: Position, cell: Action, problem: str) -> ScheduleError:
+    """The error for a cell that cannot be where it is."""
+    row, column = position
+    return ScheduleError(f"row {row}, column {column}: '{cell}' {problem}", row, column)
+
+
+def execution_order(schedule: PipelineSchedule) -> list[Position]:
+    """The cells, without idle ones, in an order that keeps those of all rows and has each after what it needs.
+
+    Raises ScheduleError, with the cells that wait for each other, where there is none.
+    """
+    cells = {(row, column): cell for row, column, cell in schedule.cells()}
+    needed_values = Dependencies(schedule).needed_values
+    makers = {value: position for position, cell in cells.items() for value in made_values(cell)}
+
+    def needs(position: Position) -> Iterator[Position]:
+        for value in needed_values(cells[position]):
+            if value not in makers:
+                raise cell_error(position, cells[position], f"needs '{format_value(value)}', which no cell runs")
+            yield makers[value]
+
+    rows = {row: [position for position in cells if position[0] == row] for row in range(schedule.ranks)}
+    run = run_queues(rows, needs)
+    if run.stops:
+        position, problem = describe_circle(run.stops, itemgetter(0), partial(format_place, schedule))
+        raise cell_error(position, cells[position], problem)
+    return run.order

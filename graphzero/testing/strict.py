@@ -24,6 +24,8 @@ from graphzero.runtime.world.world import World
 from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.testing.strict_stages import StrictMessages, fill_with_poison_, is_poison, run_step_by_members, same_bits
 
+HOST_COPY = "copy between host memory and the device"
+
 
 @contextmanager
 def strict_transfers() -> Iterator[None]:
@@ -62,7 +64,7 @@ def strict_transfers() -> Iterator[None]:
     with (
         patch.object(VirtualWorld, "begin_transfer", _begin_late(VirtualWorld)),
         patch.object(ProcessWorld, "begin_transfer", _begin_late(ProcessWorld)),
-        patch.object(HostCopies, "begin_copy", staticmethod(StrictHostCopy)),
+        patch.object(HostCopies, "begin_copy", staticmethod(_begin_host_copy)),
         patch.object(ProcessWorld, "open_messages", open_strict),
         patch.object(PipelineExecutor, "run_step", run_apart),
         patch.object(PipelineExecutor, "allocate", allocate_poison),
@@ -71,7 +73,7 @@ def strict_transfers() -> Iterator[None]:
 
 
 class StrictTransfer:
-    """A collective that is under way until it is waited for.
+    """A collective, or a copy between host memory and the device, that is under way until it is waited for.
 
     outs, ins: of each local rank.  transfer: carries it out, from the second of two lists to the first.
     """
@@ -81,8 +83,8 @@ class StrictTransfer:
         transfer: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
     ) -> None:  # fmt: skip
         self.kind, self.outs, self.ins, self.transfer = kind, outs, ins, transfer
-        self.collective = COLLECTIVES[kind]
-        self.poisoned = [*outs, *(ins if self.collective.reduces else ())]
+        self.collective = COLLECTIVES.get(kind)
+        self.poisoned = [*outs, *(ins if self.collective is not None and self.collective.reduces else ())]
         with _compat.no_modes(), torch.no_grad():
             self.sent = [x.clone() for x in ins]
             for x in self.poisoned:
@@ -97,7 +99,7 @@ class StrictTransfer:
         with _compat.no_modes(), torch.no_grad():
             self._check()
             sent = self.sent
-            if self.collective.is_in_place:
+            if self.collective is not None and self.collective.is_in_place:
                 for out, x in zip(self.outs, sent, strict=True):
                     out.copy_(x)
                 sent = [*self.outs]
@@ -133,29 +135,9 @@ def _begin_late(world_class: type[World]) -> Callable[..., Handle]:
     return begin_transfer
 
 
-class StrictHostCopy:
-    """A copy between host memory and the device that is under way until it is waited for."""
-
-    def __init__(self, target: Tensor, source: Tensor) -> None:
-        self.target, self.source = target, source
-        with _compat.no_modes(), torch.no_grad():
-            self.sent = source.clone()
-            fill_with_poison_(target)
-
-    def wait(self) -> None:
-        """Compare both ends with what they were at the launch, then move the data."""
-        with _compat.no_modes(), torch.no_grad():
-            for x, is_whole in (
-                (self.target, is_poison(self.target)),
-                (self.source, same_bits(self.source, self.sent)),
-            ):
-                if not is_whole:
-                    end = "is about to fill" if x is self.target else "reads"
-                    raise GraphZeroError(
-                        f"between its launch and its wait, something wrote to the {x.numel():,} elements that a copy "
-                        f"between host memory and the device {end}"
-                    )
-            self.target.copy_(self.sent)
+def _begin_host_copy(target: Tensor, source: Tensor) -> Handle:
+    """``HostCopies.begin_copy``, as late as it may."""
+    return StrictTransfer(HOST_COPY, [target], [source], lambda outs, ins: outs[0].copy_(ins[0]))
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
