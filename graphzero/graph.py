@@ -252,7 +252,7 @@ class Graph:
 
         ``program`` is the whole step then, one micro-batch after the other.  Raises ConfigError as ``program`` does.
         """
-        pipeline = self.compiled_program("stage_programs").part.pipeline
+        pipeline = self.compiled_program("stage_programs").pipeline
         parts = [] if pipeline is None else pipeline.parts.parts
         return {str(part.key): part.graph for part in parts}
 

@@ -18,7 +18,7 @@ from graphzero.runtime.execute.steps import Barrier, Env
 
 def executor_of(graph: gz.Graph) -> Executor:
     """What runs the program of the graph's last call."""
-    return graph._selection.last.part.executor(graph._source.world)
+    return graph._selection.last.executor(graph._source.world)
 
 
 def program_of(graph: gz.Graph) -> Program:

@@ -86,7 +86,7 @@ class Job:
     def steps(self) -> list[Any]:
         """Of the program that ran last."""
         assert self.graph._selection.last is not None
-        return self.graph._selection.last.part.executor(self.graph._source.world).program.steps
+        return self.graph._selection.last.executor(self.graph._source.world).program.steps
 
     def wanted(self) -> float:
         """The loss of the step that comes."""

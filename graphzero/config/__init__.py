@@ -10,4 +10,5 @@ from graphzero.config.offload import OffloadSettings
 from graphzero.config.plugin_settings import PluginSetting, PluginValue
 from graphzero.config.setting import Check
 from graphzero.config.settings import Settings
-from graphzero.config.zero import AUTO, ZeroSettings
+from graphzero.config.zero import ZeroSettings
+from graphzero.plan.stage import AUTO

@@ -50,7 +50,7 @@ def plugin_members(kind: type) -> dict[str, Any]:
     members: dict[str, Any] = {}
     taken = {name for base in kind.__mro__ for name in vars(base)}
     for name, setting in plugin_settings().items():
-        _add(members, taken, name, _property(setting), extensions(SETTINGS)[name])
+        _add(members, taken, name, _member(setting, is_plugins=True), extensions(SETTINGS)[name])
     for method, (names, values_of) in plugin_methods().items():
         _add(members, taken, method, _method(names, values_of), extensions(SETTINGS)[names[0]])
     for system, plugin in extensions(CONFIGS).items():
@@ -62,14 +62,6 @@ def _add(members: dict[str, Any], taken: Collection[str], name: str, member: Any
     if name in members or name in taken:
         raise plugin.refusal(f"adds config.{name}, which is there already")
     members[name] = member
-
-
-def _property(one: Setting) -> property:
-    def assign(config: Any, value: Any) -> None:
-        config._set_plugins({one.name: value})
-
-    doc = one.doc or f"What ``{one.method}`` was given; {one.default!r} without it."
-    return property(lambda config: config.settings.plugin_value(one.name), None if one.method else assign, doc=doc)
 
 
 def _method(names: Sequence[str], values_of: Callable[..., Any]) -> Callable[..., None]:
@@ -120,14 +112,14 @@ def _reader(system: str) -> Callable[..., Any]:
     return read_configuration
 
 
-def _member(one: Setting) -> property:
-    """A property that reads a field, and sets it if no method does."""
+def _member(one: Setting, is_plugins: bool = False) -> property:
+    """A property that reads a setting, of graphzero or a plug-in's, and sets it if no method does."""
 
     def get_value(config: Any) -> Any:
-        return getattr(config.settings, one.name)
+        return config.settings.plugin_value(one.name) if is_plugins else getattr(config.settings, one.name)
 
     def set_value(config: Any, value: Any) -> None:
-        config._set(**{one.name: value})
+        config._set_plugins({one.name: value}) if is_plugins else config._set(**{one.name: value})
 
     doc = one.doc or f"What ``{one.method}`` was given; {one.default!r} without it."
     return property(get_value, None if one.method else set_value, doc=doc)

@@ -21,9 +21,10 @@ from graphzero.config.setting import (
     whole_number,
 )
 from graphzero.config.stages import AutoStages, StageMark
-from graphzero.config.zero import AUTO, ZeroSettings
+from graphzero.config.zero import ZeroSettings
 from graphzero.errors import ConfigError
 from graphzero.extensions import EXECUTORS, extensions
+from graphzero.plan.stage import AUTO
 from graphzero.sbp.link_costs import Link, Links
 from graphzero.schedules import GENERATORS, PipelineSchedule
 

@@ -8,11 +8,8 @@ from typing import Any
 
 from graphzero.config.setting import Check, Checked, choices, setting, settings_of, tuple_of, whole_number
 from graphzero.errors import ConfigError, shorten_repr
+from graphzero.plan.stage import ALL, AUTO, STAGES
 from graphzero.sbp.placement import PIPELINE, Placement
-
-STAGES = (1, 2, 3)
-AUTO = "auto"
-ALL = ("*",)  # of keep_gathered
 
 
 def _is_stage(x: Any) -> bool:

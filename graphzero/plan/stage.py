@@ -13,7 +13,7 @@ from graphzero.plan.accumulators import with_accumulators
 from graphzero.plan.budget import ANY, Budget, Limits, does_not_fit
 from graphzero.plan.gradient_order import in_best_order
 from graphzero.plan.memory.memory_fit import MemoryFit, activations_error
-from graphzero.plan.offload.offload_fit import describe_offload, with_activations_on_host
+from graphzero.plan.offload_fit import describe_offload, with_activations_on_host
 from graphzero.plan.plan import mega
 from graphzero.plan.plan_extension import described_program, fitting_program
 from graphzero.plan.variants import Candidate, Variants

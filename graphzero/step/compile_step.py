@@ -18,7 +18,7 @@ from graphzero.sbp.types import Nd
 from graphzero.step.build_call import BuildCall
 from graphzero.step.input_transform import active_transform
 from graphzero.step.pass_settings import program_of
-from graphzero.step.program import ProgramPart, StepProgram
+from graphzero.step.program import StepProgram
 
 
 @collector_at_rest()  # each round of its own would look at all that compiling has made
@@ -45,8 +45,10 @@ def compile_step(
     with phase("plan"):
         candidate = program_of(graph, settings, placed, room, verifies, step.modules, whole)
         gc.collect(YOUNG)
-    part = ProgramPart(candidate.graph, candidate.arena, settings.executor, settings.cuda_graph, candidate.pipeline)
-    return StepProgram(captured, part, candidate.history, candidate.plan)
+    return StepProgram(
+        captured, candidate.graph, candidate.history, candidate.plan, candidate.arena, candidate.pipeline,
+        settings.executor, settings.cuda_graph,
+    )  # fmt: skip
 
 
 def prepare_for_passes(call: BuildCall, captured: Captured) -> tuple[StepGraph, dict[Role, Nd]]:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from graphzero.capture import GuardedAttributes
 from graphzero.runtime.world.consensus import digest
 from graphzero.step.build_call import BuildCall
-from graphzero.step.program_cache import CachedKey
+from graphzero.step.program_cache import CachedKey, ProgramCache
 from graphzero.step.program_key import describe
 from graphzero.step.replicated_inputs import FIRST, ReplicatedInputs
-from graphzero.step.user_graph import UserGraph
 
 _TAKEN = "steps taken (a call has stopped on some ranks only: load a checkpoint on all, graph.load_state_dict(...))"
 Parts = Callable[[], Mapping[str, str]]
@@ -33,43 +31,39 @@ class Progress:
     repeats: bool = False
 
 
-class CallFacts:
-    """Facts about the calls of one Graph."""
+def hash_call(
+    call: BuildCall, known: CachedKey, cache: ProgramCache, progress: Progress, running: bool
+) -> tuple[int, Parts]:
+    """The hash and the parts.  known: of the call's key; what is found out is added to it.  cache: of the Graph."""
+    settings, state, inputs, attributes = call.settings, call.state, call.inputs, cache.attributes
+    numbers, stateless, draws = call.numbers, "", "not begun"
+    if state.is_started:
+        stateless, draws = state.stateless(), f"seed {state.random.seed}, step {state.random.step}"
+    else:  # the first call takes what rank 0 has
+        numbers = {role: number for role, number in numbers.items() if role.kind == "scalar"}
+    shared = known.shared = known.shared or ReplicatedInputs(inputs, cache.source.whole_placement)
+    threads = torch.get_num_threads() if progress.repeats else 0
+    is_known = bool(known.programs)  # else this rank compiles, which needs all ranks
 
-    def __init__(self, source: UserGraph, attributes: GuardedAttributes, progress: Progress) -> None:
-        self._source, self._attributes, self._progress = source, attributes, progress
+    def parts() -> dict[str, str]:
+        fact_texts = describe(call.key, inputs, state)
+        fact_texts |= attributes.describe() | {"parameters without optimizer state": stateless}
+        fact_texts |= shared.describe(inputs) if running else {}
+        fact_texts |= {f"config.{name}": text for name, text in settings.texts.items()}
+        fact_texts |= {"random draws": draws, "threads": str(threads)}
+        done = "" if progress.completed == progress.taken else f", {progress.completed} completed"
+        fact_texts[_TAKEN] = f"{progress.taken}{done}"
+        fact_texts["collectives that a stopped step has left"] = state.under_way
+        fact_texts["modules"] = "as in an earlier call" if is_known else "not as in any call so far"
+        return fact_texts | {f"{role.kind} {role.path}": repr(number) for role, number in numbers.items()}
 
-    def hash_call(self, call: BuildCall, known: CachedKey, running: bool) -> tuple[int, Parts]:
-        """The hash and the parts.  known: of the call's key; what is found out is added to it."""
-        settings, state, progress, inputs = call.settings, call.state, self._progress, call.inputs
-        numbers, stateless, draws = call.numbers, "", "not begun"
-        if state.is_started:
-            stateless, draws = state.stateless(), f"seed {state.random.seed}, step {state.random.step}"
-        else:  # the first call takes what rank 0 has
-            numbers = {role: number for role, number in numbers.items() if role.kind == "scalar"}
-        shared = known.shared = known.shared or ReplicatedInputs(inputs, self._source.whole_placement)
-        threads = torch.get_num_threads() if progress.repeats else 0
-        is_known = bool(known.programs)  # else this rank compiles, which needs all ranks
-
-        def parts() -> dict[str, str]:
-            fact_texts = describe(call.key, inputs, state)
-            fact_texts |= self._attributes.describe() | {"parameters without optimizer state": stateless}
-            fact_texts |= shared.describe(inputs) if running else {}
-            fact_texts |= {f"config.{name}": text for name, text in settings.texts.items()}
-            fact_texts |= {"random draws": draws, "threads": str(threads)}
-            done = "" if progress.completed == progress.taken else f", {progress.completed} completed"
-            fact_texts[_TAKEN] = f"{progress.taken}{done}"
-            fact_texts["collectives that a stopped step has left"] = state.under_way
-            fact_texts["modules"] = "as in an earlier call" if is_known else "not as in any call so far"
-            return fact_texts | {f"{role.kind} {role.path}": repr(number) for role, number in numbers.items()}
-
-        if known.hash is None:
-            texts = describe(call.key, inputs, state)
-            known.hash = digest(*(f"{name}={text}" for name, text in texts.items()))
-        steps = f"{progress.taken} {progress.completed}"
-        facts = [stateless, draws, settings.description, steps, state.under_way, str(is_known)]
-        facts += [str(threads), *self._attributes.texts, *(shared.values(inputs) if running else ())]
-        return digest(str(known.hash), *facts, *map(repr, numbers.values())), parts
+    if known.hash is None:
+        texts = describe(call.key, inputs, state)
+        known.hash = digest(*(f"{name}={text}" for name, text in texts.items()))
+    steps = f"{progress.taken} {progress.completed}"
+    facts = [stateless, draws, settings.description, steps, state.under_way, str(is_known)]
+    facts += [str(threads), *attributes.texts, *(shared.values(inputs) if running else ())]
+    return digest(str(known.hash), *facts, *map(repr, numbers.values())), parts
 
 
 def compares_inputs(call: BuildCall, known: CachedKey) -> bool:

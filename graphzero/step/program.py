@@ -85,20 +85,6 @@ class BuildOutput:
         return dtensor if as_global else resplit.whole(dtensor, world.whole)
 
 
-class BuildOutputs:
-    """All outputs. spec: the tree in which build returns them."""
-
-    def __init__(self, graph: StepGraph, spec: pytree.TreeSpec, padded: Sequence[tuple[Along, ...]]) -> None:
-        along = padded or [()] * len(graph.outputs)
-        self._all, self._spec = [_output(x, dims) for x, dims in zip(graph.outputs, along, strict=True)], spec
-
-    def to_user(self, results: Results, world: World, as_global: bool, transformed: TransformedInputs | None) -> Any:
-        """The values that build returns.  as_global: tensors as global ones.  transformed: see ``BuildCall``."""
-        pairs = zip(self._all, results.outputs, strict=True)
-        values = [output.to_user(value, world, as_global, transformed) for output, value in pairs]
-        return pytree.tree_unflatten(values, self._spec)
-
-
 def _output(x: Any, padded: tuple[Along, ...]) -> BuildOutput:
     if not isinstance(x, fx.Node):
         return BuildOutput(is_literal=True)
@@ -111,26 +97,30 @@ FED = ("batch", "scalar", "hyper", "seed")
 
 
 @dataclass(eq=False)
-class ProgramPart:
-    """Part of a program that runs in one piece: a graph, its executor, and the arena of its large temporaries.
+class StepProgram:
+    """captured: the step it was made from.  graph: the whole program as it runs.  history: what each pass did.
 
-    kind: of the executor.  is_recorded: whether its steps are recorded and replayed.
-    pipeline: the stages' parts and their schedule, where it has pipeline stages.
+    plan: what a step of it costs.  arena: where large temporaries lie.  pipeline: the stages' parts and their schedule,
+    where it has pipeline stages.  executor_name: of the setting.  is_recorded: whether its steps are recorded and
+    replayed.
     """
 
+    captured: Captured
     graph: StepGraph
+    history: list[Record]
+    plan: Plan
     arena: Arena | None
-    kind: str
+    pipeline: PipelineProgram | None
+    executor_name: str
     is_recorded: bool
-    pipeline: PipelineProgram | None = None
     _executor: Executor | PipelineExecutor | None = field(default=None, init=False)
 
     def executor(self, world: World) -> Executor | PipelineExecutor:
         """Made when it is first asked for."""
         if self._executor is None:
-            how = self.kind, self.arena, not has_fake_world()  # which has shapes, but no values
+            how = self.executor_name, self.arena, not has_fake_world()  # which has shapes, but no values
             if self.pipeline is not None:
-                self._executor = PipelineExecutor(self.graph, self.pipeline, world, self.kind, how[-1])
+                self._executor = PipelineExecutor(self.graph, self.pipeline, world, self.executor_name, how[-1])
             elif self.is_recorded:
                 self._executor = Replayed(self.graph, world, *how, recorder=cuda_graph.recorder_of(world))
             else:
@@ -153,26 +143,6 @@ class ProgramPart:
     def has_executor(self) -> bool:
         return self._executor is not None
 
-    @property
-    def about(self) -> tuple[str, ...]:
-        """Notes on how it runs, where that differs from the plan."""
-        return (self._executor.about,) if isinstance(self._executor, Replayed) else ()
-
-
-@dataclass(eq=False)
-class StepProgram:
-    """captured: the step it was made from.  history: what each pass did.  plan: what a step of it costs."""
-
-    captured: Captured
-    part: ProgramPart
-    history: list[Record]
-    plan: Plan
-
-    @property
-    def graph(self) -> StepGraph:
-        """The whole program as it runs."""
-        return self.part.graph
-
     @cached_property
     def roles(self) -> dict[str, Role]:
         """Roles of the placeholders that every call fills."""
@@ -194,16 +164,16 @@ class StepProgram:
     @property
     def decisions(self) -> tuple[str, ...]:
         """The decisions of the plan of this program, and notes on how it runs."""
-        return (*self.plan.decisions, *self.part.about)
+        about = (self._executor.about,) if isinstance(self._executor, Replayed) else ()
+        return (*self.plan.decisions, *about)
 
     @cached_property
     def homes(self) -> dict[str, int]:
         """Persistent placeholder -> the member of ``pp`` whose ranks alone keep it, of those that not all keep."""
-        pipeline = self.part.pipeline
-        if pipeline is None:
+        if self.pipeline is None:
             return {}
         stages = {node.name: home_stage(node) for node in self.graph.placeholders("param", "buffer", "state")}
-        return {name: pipeline.member_of(stage) for name, stage in stages.items() if stage is not None}
+        return {name: self.pipeline.member_of(stage) for name, stage in stages.items() if stage is not None}
 
     # ---- a call of it
 
@@ -225,12 +195,15 @@ class StepProgram:
         return arguments_by_name
 
     @cached_property
-    def _outputs(self) -> BuildOutputs:
-        return BuildOutputs(self.graph, self.captured.out_spec, self.captured.padded)
+    def _outputs(self) -> list[BuildOutput]:
+        padded = self.captured.padded or [()] * len(self.graph.outputs)
+        return [_output(x, along) for x, along in zip(self.graph.outputs, padded, strict=True)]
 
     def outputs(self, call: BuildCall, results: Results, world: World) -> Any:
         """The values that ``build`` returns, from the results of the program."""
-        return self._outputs.to_user(results, world, call.is_global, call.transformed)
+        pairs = zip(self._outputs, results.outputs, strict=True)
+        values = [output.to_user(one, world, call.is_global, call.transformed) for output, one in pairs]
+        return pytree.tree_unflatten(values, self.captured.out_spec)
 
     # ---- what is to be known of it
 

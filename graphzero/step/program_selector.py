@@ -20,7 +20,7 @@ from graphzero.runtime.world.consensus import CALL, COMPILE, PROGRAM
 from graphzero.step.build_call import BuildCall, BuildCallReader
 from graphzero.step.build_inputs import text_of
 from graphzero.step.compile_step import compile_step
-from graphzero.step.facts import CallFacts, Parts, Progress, compares_inputs
+from graphzero.step.facts import Parts, Progress, compares_inputs, hash_call
 from graphzero.step.program import StepProgram
 from graphzero.step.program_cache import CachedKey, ProgramCache
 from graphzero.step.program_key import ProgramKey, differing, placed_of
@@ -37,7 +37,7 @@ class PreparedCall:
 
     def whole_executor(self, doing: str) -> Executor:
         """The executor of the whole program.  Raises ConfigError for one of pipeline stages, which has one a part."""
-        executor = self.program.part.executor(self.source.world)
+        executor = self.program.executor(self.source.world)
         if not isinstance(executor, Executor):
             raise ConfigError(
                 f"{doing} does not measure pipeline stages\n  gz.trace has when each part runs, and graph.plan the "
@@ -61,7 +61,6 @@ class ProgramSelector:
         attributes = GuardedAttributes(source.owner)
         self.programs = ProgramCache(source, attributes)
         self._calls = BuildCallReader(source, attributes)
-        self._facts = CallFacts(source, attributes, self.progress)
 
     def settle(self) -> None:
         """Read all again, if the last call may have been interrupted as it wrote down what it had read."""
@@ -69,7 +68,6 @@ class ProgramSelector:
             attributes = GuardedAttributes(self.source.owner)
             self.programs.settle(attributes)
             self._calls = BuildCallReader(self.source, attributes)
-            self._facts = CallFacts(self.source, attributes, self.progress)
             self.source.state().forget()
         self.is_settled = False
 
@@ -94,7 +92,7 @@ class ProgramSelector:
             call = self._calls.read_call(args, kwargs, state, running)
             known = self.programs.known(call.key)
             if talks:
-                hash_, parts = self._facts.hash_call(call, known, running)
+                hash_, parts = hash_call(call, known, self.programs, self.progress, running)
             restart = state.random.is_outdated
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
             if id(error) == ranks.raised_by_all:  # a transform of inputs has agreed on it: no other rank waits
@@ -135,7 +133,7 @@ class ProgramSelector:
         run."""
         call = self._calls.read_call(args, kwargs, self.source.state(), running=False)
         program = self.programs.find(call, self.programs.known(call.key))
-        if program is None or not program.part.has_executor:
+        if program is None or not program.has_executor:
             raise ConfigError(
                 f"{self.source.name} has not run yet: call it once with such a batch, then measure a call"
             )

@@ -44,8 +44,8 @@ class StepRunner:
         captured, tensors = program.captured, state.tensors()
         ranks = self.source.ranks
         world = prepared.source.world
-        part, folder = program.part, prepared.call.settings.offload.path
-        host = HostStates(part.graphs_in(world), world, folder, part.round_trip_space(world))
+        folder = prepared.call.settings.offload.path
+        host = HostStates(program.graphs_in(world), world, folder, program.round_trip_space(world))
         shared = ranks.agree_on(
             BIND,
             lambda: preflight.check_binding(state, program.graph, captured.states, tensors, host),
@@ -59,7 +59,7 @@ class StepRunner:
                 state.apart.clear()
                 raise ranks.by_all(error, ranks.ids[0]) from None
         with phase("code"):
-            executor = program.part.executor(world)
+            executor = program.executor(world)
         with phase("tensors"):
             values = bind(state, program.graph, captured.states, captured.constants, tensors, program.homes, host)
             executor.bind(values)
@@ -70,7 +70,7 @@ class StepRunner:
         """Take the step; what ``build`` returns.  One that ends within its update leaves a state that says so."""
         program, call, world = prepared.program, prepared.call, prepared.source.world
         state, progress = call.state, self.selection.progress
-        executor, training = program.part.executor(world), program.captured.training
+        executor, training = program.executor(world), program.captured.training
         self.is_watched = executor.meter is not None or world.trace is not None
         if program.uses_seed:
             state.random.begin(self.source.ranks.share)

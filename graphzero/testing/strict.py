@@ -80,7 +80,7 @@ class StrictTransfer:
 
     def __init__(
         self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor],
-        transfer: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
+        transfer: Callable[[Sequence[Tensor], Sequence[Tensor]], object],
     ) -> None:  # fmt: skip
         self.kind, self.outs, self.ins, self.transfer = kind, outs, ins, transfer
         self.collective = COLLECTIVES.get(kind)

@@ -42,7 +42,7 @@ def train(where: Any, schedule: str, delay: Any = None) -> list[Tensor]:
     graph = StagedGraph(Language(layers=4), where, schedule)
     graph.compile(batches()[0])
     if delay is not None:
-        executor: Any = graph._selection.last.part.executor(graph._source.world)  # type: ignore[union-attr]
+        executor: Any = graph._selection.last.executor(graph._source.world)  # type: ignore[union-attr]
         for part in executor.executors.values():
             part.run_step = delayed(part.run_step, delay)
     losses = [graph(ids).cpu() for ids in batches()]

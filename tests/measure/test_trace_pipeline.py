@@ -54,7 +54,7 @@ def actions_of(rank: Any) -> list[Any]:
 
 def test_each_rank_has_the_actions_of_its_stage_in_the_order_of_the_schedule(found: Any) -> None:
     graph, trace = found
-    pipeline = graph.compiled_program("test").part.pipeline
+    pipeline = graph.compiled_program("test").pipeline
     assert [(rank.rank, rank.member) for rank in trace.ranks] == [(0, 0), (1, 0), (2, 1), (3, 1)]
     for rank in trace.ranks:
         actions = actions_of(rank)
@@ -90,7 +90,7 @@ def test_collectives_are_those_of_the_plan_of_the_fullest_member(found: Any) -> 
 
 def test_the_plan_stands_beside_it_without_the_wait_for_other_stages(found: Any) -> None:
     graph, trace = found
-    pipeline, device = graph.compiled_program("test").part.pipeline, Device.named("h100")
+    pipeline, device = graph.compiled_program("test").pipeline, Device.named("h100")
     assert trace.planned == pipeline_timeline(pipeline, device, trace.fullest)
     assert "without waiting for other stages" in trace.report()
     for member, actions in enumerate(trace.planned_actions):
@@ -130,8 +130,8 @@ def _trace_stages(rank: int, folder: str) -> None:
     graph = staged_graph(Net(), stages_of(4, 2), where, micro_batches=4, stage=1, clip=0.1)
     trace = gz.trace(graph, *(x[:8] for x in batches(1)[0]), steps=1, device="h100")
     actions = {one.rank: [event.name for event in actions_of(one)] for one in trace.ranks}
-    calls = graph.compiled_program("test").part.pipeline.calls_on  # type: ignore[union-attr]
-    labels = graph.compiled_program("test").part.pipeline.label  # type: ignore[union-attr]
+    calls = graph.compiled_program("test").pipeline.calls_on  # type: ignore[union-attr]
+    labels = graph.compiled_program("test").pipeline.label  # type: ignore[union-attr]
     expected = {rank: [labels(call) for call in calls(rank // 2)] for rank in range(4)}
     sent = sum(event.nbytes for event in trace.first.events if event.stream == "communication dp")
     outcome = (

@@ -55,7 +55,7 @@ def test_what_is_alive_at_each_moment_sums_to_the_plans_bytes_and_the_peak_is_th
 ) -> None:
     with program_of(tmp_path, name) as program:
         (data, _), plan = given(program), program.plan
-        assert (program.part.arena is not None) == (name == "make")
+        assert (program.arena is not None) == (name == "make")
     memory = data["memory"]
     totals = []
     for position in range(len(data["values"])):

@@ -49,7 +49,7 @@ def held(series: list[int], position: int) -> int:
 def test_each_rank_has_a_row_of_actions_that_is_the_schedules(seen: Any) -> None:
     rows = seen.data["pipeline"]["rows"]
     labels = [[action[0] for action in row] for row in rows]
-    pipeline = seen.graph.compiled_program("test").part.pipeline
+    pipeline = seen.graph.compiled_program("test").pipeline
     no_input_gradients = {f"0I{i}" for i in range(4)}  # the first stage sends none
     for member, row in enumerate(labels):
         actions = [str(action) for action in pipeline.schedule.rows[member] if action]

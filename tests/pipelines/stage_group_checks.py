@@ -122,7 +122,7 @@ def check_an_error_of_one_stage_stops_all_and_the_next_call_works() -> None:
     batch = [share(x, where) for x in batches(1)[0]]
 
     def call() -> None:
-        executor = graph._selection.last.part._executor
+        executor = graph._selection.last._executor
         part, calls = executor.executors[max(executor.executors) - 2], []
         plain = part.run_step
 
@@ -264,7 +264,7 @@ def check_ranks_that_only_receive_scalars_are_marked_when_that_fails() -> None:
     batch = [share(x, where) for x in batches(1)[0]]
     step(*batch)
     saved, state, world = step.full_state_dict(), step._source.state(), step._source.world
-    executor, is_last = step._selection.last.part._executor, where.pipeline_member(dist.get_rank()) == 1
+    executor, is_last = step._selection.last._executor, where.pipeline_member(dist.get_rank()) == 1
     assert executor.messages.writers and set(executor.messages.writers.values()) == {1}
     assert any(part.writes_state for part in executor.executors.values()) is is_last
     plain = world.wait_for_members

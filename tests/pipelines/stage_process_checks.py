@@ -255,7 +255,7 @@ def check_activations_wait_on_the_host_with_the_same_bits() -> None:
     graph.config.enable_offload(False, activations=nbytes, path=folder[0])
     with strict_transfers():
         assert_equal(train(graph, where), wanted)
-    pipeline, own = graph._selection.last.part.pipeline, where.pipeline_member(dist.get_rank())
+    pipeline, own = graph._selection.last.pipeline, where.pipeline_member(dist.get_rank())
     sources = {pipeline.member_of(key.stage) == one.member for one in pipeline.round_trips for key, _ in one.slots}
     assert any(one.member == own for one in pipeline.round_trips) and sources == {True, False}, sources
 
@@ -390,7 +390,7 @@ def check_bytes_of_each_stage_are_the_plans() -> None:
         graph(*mine)
         graph(*mine)
         gc.collect()
-        executor = graph._selection.last.part._executor
+        executor = graph._selection.last._executor
         slots = {x for one in executor.executors.values() for some in one.slots.values() for x in some}
         bound = {x for one in executor.executors.values() for some in one.bound.values() for x in some}
         known = [local(x) for x in tensors_of(graph.state_dict())]

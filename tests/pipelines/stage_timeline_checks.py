@@ -67,7 +67,7 @@ def check_sleeping_calls_run_when_the_simulated_schedule_says() -> None:
     for schedule, stages in (("1f1b", 4), ("zb1p", 4), ("zbv", 8)):
         graph = graph_on(where, *layer_on_each(stages), schedule=schedule, micro_batches=8)
         graph(*batches(1)[0])
-        executor = graph._selection.last.part._executor
+        executor = graph._selection.last._executor
         calls, timeline = sleep_in_calls(executor), simulated(executor.pipeline)
         differences = [1.0]
         while len(differences) < 9 and min(differences) > 0.1:  # other programs may delay a step

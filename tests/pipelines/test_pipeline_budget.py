@@ -263,7 +263,7 @@ def measured(data_ranks: int, stage: int, limits: dict[str, Any]) -> tuple[float
     graph = even_graph(data_ranks, stage, **limits)
     graph(*batch)
     gc.collect()
-    executor = graph._selection.last.part._executor  # type: ignore[union-attr]
+    executor = graph._selection.last._executor  # type: ignore[union-attr]
     slots = {slot for one in executor.executors.values() for slots in one.slots.values() for slot in slots}  # type: ignore[union-attr]
     known = [x for x in tree_leaves(graph.state_dict()) if isinstance(x, Tensor)]
     with Storages([*batch, *slots, *known]) as mode:

@@ -43,7 +43,7 @@ def test_the_command_plans_what_the_graph_compiles_to(file: str) -> None:
         graph = staged_graph(Net(2), stages_of(2, 2), placement(2, 2), micro_batches=4, stage=one.stage, clip=0.1)
         graph.compile(*batches(1)[0])
         program = graph.compiled_program("test")
-        plan, pipeline = graph.plan, program.part.pipeline
+        plan, pipeline = graph.plan, program.pipeline
         assert plan.pipeline is not None and pipeline is not None and one.plan.pipeline is not None
         assert (one.plan.memory, one.plan.comm_bytes) == (plan.memory, plan.comm_bytes)
         assert (one.plan.pipeline.members, one.plan.pipeline.edges) == (plan.pipeline.members, plan.pipeline.edges)

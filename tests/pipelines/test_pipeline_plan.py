@@ -174,7 +174,7 @@ def test_the_peak_of_stages_on_one_rank_is_the_plans_to_the_byte(rows: str, clip
     batch = batches(1)[0]
     graph(*batch)
     gc.collect()
-    executor = graph._selection.last.part._executor  # type: ignore[union-attr]
+    executor = graph._selection.last._executor  # type: ignore[union-attr]
     slots = {slot for one in executor.executors.values() for (slot,) in one.slots.values()}  # type: ignore[union-attr]
     assert sum(slot.nbytes for slot in slots) == graph.plan.memory["communication"]
     known = [x for x in tree_leaves(graph.state_dict()) if isinstance(x, torch.Tensor)]

@@ -24,7 +24,7 @@ def pipeline_of(schedule: Any, members: int = 2, **options: Any) -> PipelineProg
     marks = stages_of(4, members * STAGES_A_RANK.get(schedule, 1))
     graph = staged_graph(Net(), marks, placement(members, 2), schedule, micro_batches=4, **options)
     graph.compile(*batches(1)[0])
-    pipeline = graph._selection.last.part.pipeline  # type: ignore[union-attr]
+    pipeline = graph._selection.last.pipeline  # type: ignore[union-attr]
     assert pipeline is not None
     return pipeline
 

@@ -43,9 +43,9 @@ def pipeline_graph():
 
 def in_backward(graph, rank, do):
     """Calls ``do`` on a rank before the backward of its second micro-batch."""
-    executor = graph._selection.last.part._executor
+    executor = graph._selection.last._executor
     for i, part in executor.executors.items():
-        if str(graph._selection.last.part.pipeline.parts.parts[i].key) == f"backward@{rank}":
+        if str(graph._selection.last.pipeline.parts.parts[i].key) == f"backward@{rank}":
             plain, calls = part.run_step, []
 
             def run(*args, plain=plain, calls=calls):

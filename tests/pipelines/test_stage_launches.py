@@ -41,7 +41,7 @@ def program() -> PipelineProgram:
     """Four stages, with parts for weight gradients of their own, a weight that two stages use, and a clipped norm."""
     graph = staged_graph(Net(layers=2, tied=True), STAGES, placement(2, 1), "zbv", micro_batches=4, stage=1, clip=0.1)
     graph.compile(*batches(1)[0])
-    return graph._selection.last.part.pipeline  # type: ignore[union-attr, return-value]
+    return graph._selection.last.pipeline  # type: ignore[union-attr, return-value]
 
 
 def random_schedule(draw: random.Random, ranks: int, stages: int = 4, micro_batches: int = 4) -> PipelineSchedule:

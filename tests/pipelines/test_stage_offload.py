@@ -228,7 +228,7 @@ def test_the_peak_with_activations_on_the_host_is_the_plans_to_the_byte(
 def test_the_law_of_streams_objects_to_a_dropped_copy_record_or_wait_where_torchs_sanitizer_does() -> None:
     graph = waiting(least_of(schedule="zb1p", where=placement(4, 1)), schedule="zb1p", where=placement(4, 1))
     graph.compile(*batches(1)[0])
-    pipeline = graph._selection.last.part.pipeline
+    pipeline = graph._selection.last.pipeline
     launches = list_launches(pipeline, 1)
     counts = Counter(launch.kind for launch in launches)
     assert counts[LaunchKind.STORE] > 8 and len({counts[kind] for kind in COPIES}) == 1
@@ -254,7 +254,7 @@ def test_copies_that_calls_hide_cost_nothing_and_slow_ones_do() -> None:
     plain, graph = waiting(None, **options), waiting(least_of(**options), **options)
     for one in (plain, graph):
         one.compile(*batches(1)[0])
-    pipelines = [one._selection.last.part.pipeline for one in (plain, graph)]
+    pipelines = [one._selection.last.pipeline for one in (plain, graph)]
     fast, slow = (
         replace(device, links={**device.links, "host memory": Link(0.0, bandwidth)})
         for device in [plain_device("cuda")]

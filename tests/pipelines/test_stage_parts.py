@@ -244,7 +244,7 @@ def test_a_call_that_fails_in_the_middle_leaves_the_step_as_it_was() -> None:
     batch = batches(1)[0]
     graph(*batch)
     before = [p.detach().clone() for p in graph.model.parameters()]
-    executor = graph._selection.last.part._executor  # type: ignore[union-attr]
+    executor = graph._selection.last._executor  # type: ignore[union-attr]
     plain, calls = executor.executors[2].run_step, []
 
     def failing(*args: Any) -> Any:

@@ -133,7 +133,7 @@ def test_forward_hands_no_logits_to_backward_and_the_plan_is_what_is_measured() 
         graph, batch = graph_of(tiles, rows, where=(1, 1)), batches(1)[0]
         graph(*batch)
         gc.collect()
-        executor = graph._selection.last.part._executor  # type: ignore[union-attr]
+        executor = graph._selection.last._executor  # type: ignore[union-attr]
         slots = {slot for one in executor.executors.values() for (slot,) in one.slots.values()}  # type: ignore[union-attr]
         known = [x for x in tree_leaves(graph.state_dict()) if isinstance(x, Tensor)]
         with Storages([*batch, *slots, *known]) as mode:

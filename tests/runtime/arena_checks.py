@@ -33,7 +33,7 @@ def check_results_are_those_without_to_the_bit_though_a_rank_reads_late_and_what
         graph = adamw_graph(MODELS["gpt"](), stage)
         with mock.patch.object(SharedMemoryTransport, "read_piece", late):
             assert equal(steps("gpt", graph, spoiled=True, share=share), plain), stage
-        assert any(is_transfer(node) for node, _ in graph._selection.last.part.arena.offsets) == (stage > 0)
+        assert any(is_transfer(node) for node, _ in graph._selection.last.arena.offsets) == (stage > 0)
 
 
 @EVERYTHING

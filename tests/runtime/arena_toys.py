@@ -79,7 +79,7 @@ class Spoiled:
 
     def __init__(self, graph: gz.Graph):
         program = graph._selection.last
-        self.executor, self.arena = program.part.executor(graph._source.world), program.part.arena
+        self.executor, self.arena = program.executor(graph._source.world), program.arena
         self.storage = graph._source.world.arena.storages[0]
         nodes = list(program.graph.nodes)
         taking = {node.name: i for i, node in enumerate(nodes) if not is_view(node.target)}

@@ -33,7 +33,7 @@ def trained(name: str, stages: tuple[int, ...], used: bool = True, spoiled: bool
     for stage in stages:
         graph.config.enable_zero(stage > 0, stage=stage or 2)
         found += steps(name, graph, spoiled=spoiled)
-        assert (graph._selection.last.part.arena is not None) == used
+        assert (graph._selection.last.arena is not None) == used
     return found
 
 

@@ -85,7 +85,7 @@ def test_nothing_of_a_program_that_was_let_go_of_is_left() -> None:
     graph = leaky_graph(bound=1)
     graph(x_of(2))
     (first,) = programs(graph)
-    held = [weakref.ref(x) for x in (first, first.captured, first.graph, first.part._executor)]  # type: ignore[attr-defined]
+    held = [weakref.ref(x) for x in (first, first.captured, first.graph, first._executor)]  # type: ignore[attr-defined]
     del first
     graph(x_of(4))
     gc.collect()

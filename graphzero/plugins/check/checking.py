@@ -96,7 +96,7 @@ def _compare(
 def _check_passes(graph: Graph, program: StepProgram) -> None:
     """Raise ConfigError for a pass of the user's that only ran on parts of pipeline stages."""
     compared = Counter(record.name for record in program.history)
-    for pass_, after in graph.config.settings.user_passes if program.part.pipeline is not None else ():
+    for pass_, after in graph.config.settings.user_passes if program.pipeline is not None else ():
         compared[pass_name(pass_)] -= 1
         if compared[pass_name(pass_)] < 0:
             raise ConfigError(

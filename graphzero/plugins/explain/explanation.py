@@ -118,7 +118,7 @@ def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
     links = graph.plan.links if isinstance(graph, Graph) else ()
     expanded, axes = propagation(Expand(links)(given), links, notes=True)
     program = graph.compiled_program("explanation") if isinstance(graph, Graph) else None
-    pipeline, places, later = program.part.pipeline if program is not None else None, list[str](), list[StepGraph]()
+    pipeline, places, later = program.pipeline if program is not None else None, list[str](), list[StepGraph]()
     name = value_ if isinstance(value_, str) else value_.name
     if program is not None:
         later.append(program.graph)

@@ -104,7 +104,7 @@ def history_of(program: StepProgram, part: str | None) -> list[Record]:
     """Return the history of the whole program, or of one part.  Raises ConfigError where there is no such part."""
     if part is None:
         return program.history
-    pipeline = program.part.pipeline
+    pipeline = program.pipeline
     histories = {str(one.key): one.history for one in pipeline.parts.parts} if pipeline is not None else {}
     if part not in histories:
         known = f"its parts are {', '.join(histories)}" if histories else "it has no pipeline stages, so leave it out"

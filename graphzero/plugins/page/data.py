@@ -30,7 +30,7 @@ def plan_data(
     title: what tells it from another plan.  device: by whose numbers its timeline is planned.
     measured: the events of a step, see ``page.timeline``.
     """
-    if program.part.pipeline is not None:
+    if program.pipeline is not None:
         return _staged_data(program, title, pool, device, measured)
     graph, plan = program.graph, program.plan
     program_snapshots = snapshots(program.history)
@@ -46,7 +46,7 @@ def plan_data(
         "plan": _summary(plan, program.decisions),
         "text": passes_data(program_snapshots, pool),
         "values": values_data(program_snapshots, graph, pool),
-        "memory": memory_data(graph, program.part.arena),
+        "memory": memory_data(graph, program.arena),
         "parameters": parameters_data(graph),
         "timeline": timelines,
     }
@@ -59,7 +59,7 @@ def _staged_data(
 
     pipeline: see ``page.pipeline``.  programs: all that are to be read; shown: the number of the first.
     """
-    pipeline, plan = program.part.pipeline, program.plan
+    pipeline, plan = program.pipeline, program.plan
     assert pipeline is not None and plan.pipeline is not None
     memory = CallMemory(pipeline)
     programs = programs_data(pipeline, memory, program.graph, program.history, device, pool)

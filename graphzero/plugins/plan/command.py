@@ -114,7 +114,7 @@ def _stage(what: str, where: Placement, stage: int, device: Device, memory: int 
 def plan_at(what: str, where: Placement, stage: int, device: Device) -> StagePlan:
     """Plan of one stage."""
     with redirect_stdout(sys.stderr), factory.planned("plan", what, where, stage) as program:
-        graph, arena, pipeline = program.graph, program.part.arena, program.part.pipeline
+        graph, arena, pipeline = program.graph, program.arena, program.pipeline
         if pipeline is not None and program.plan.pipeline is not None:
             by_device = replace(program.plan.pipeline, seconds=pipeline_seconds(pipeline, device))
             largest = largest_in_pipeline(pipeline, by_device, LARGEST)

@@ -111,7 +111,7 @@ def fullest_member(plan: Plan) -> int | None:
 
 def planned_of(program: StepProgram, device: Device) -> Timeline:
     """The planned timeline of a rank: of pipeline stages, of the fullest member of ``pp``."""
-    pipeline = program.part.pipeline
+    pipeline = program.pipeline
     if pipeline is None:
         return timeline(program.graph, device)
     return pipeline_timeline(pipeline, device, fullest_member(program.plan))
@@ -119,7 +119,7 @@ def planned_of(program: StepProgram, device: Device) -> Timeline:
 
 def actions_of(program: StepProgram, device: Device) -> Iterator[tuple[Event, ...]]:
     """The planned actions of each member of ``pp``; nothing without pipeline stages."""
-    pipeline = program.part.pipeline
+    pipeline = program.pipeline
     if pipeline is not None:
         planned = pipeline_timeline(pipeline, device)
         for row in planned.rows:

@@ -188,8 +188,8 @@ def _plain(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> floa
 
 def _traced(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> tuple[list[RankTrace], list[Sent]]:
     """One call: the trace of each local rank, and the collectives of the first."""
-    world, pipeline = prepared.source.world, prepared.program.part.pipeline
-    executor = prepared.program.part.executor(world)
+    world, pipeline = prepared.source.world, prepared.program.pipeline
+    executor = prepared.program.executor(world)
     sent = world.trace = []
     recorder: EventRecorder | PipelineRecorder
     recorder = EventRecorder(executor.graph, world) if pipeline is None else PipelineRecorder(pipeline, world)

@@ -10,7 +10,8 @@ from math import prod
 import numpy as np
 
 from graphzero.config import Settings
-from graphzero.config.zero import ALL, ZeroSettings
+from graphzero.config.zero import ZeroSettings
+from graphzero.plan.stage import ALL
 from graphzero.sbp.placement import PIPELINE, Placement
 
 TENSOR = "tp"  # the axis over which weights are split

@@ -37,7 +37,11 @@ rule(overloads("conv_tbc"), "_nc,_co+o->_no", nonempty=True)
 # The number of spatial dims, and what they are called; {d} and {x} stand for them.
 POOLS = {
     "max_pool{d}d_with_indices adaptive_max_pool{d}d": "~...{x}->...{x},...{x}",
-    "max_pool{d}d_with_indices_backward adaptive_max_pool{d}d_backward": "...{x},?...{x},~...{x}->...{x}",
+    "fractional_max_pool{d}d": "~nc{x},~nc_->nc{x},nc{x}",
+    "max_pool{d}d_with_indices_backward adaptive_max_pool{d}d_backward fractional_max_pool{d}d_backward": (
+        "...{x},?...{x},~...{x}->...{x}"
+    ),
+    "max_unpool{d}d": "...{x},~...{x}->...{x}",
     "avg_pool{d}d_backward _adaptive_avg_pool{d}d_backward": "...{x},?...{x}->...{x}",
     "reflection_pad{d}d replication_pad{d}d": "...{x}->...{x}",
     "reflection_pad{d}d_backward replication_pad{d}d_backward": "...{x},?...{x}->...{x}",
@@ -65,13 +69,6 @@ for _name in RESAMPLINGS.split():
     rule(overloads(_name), f"...{_space}->...{_space}", nonempty=True)
     rule(overloads(f"{_name}_backward"), f"...{_space}->...{_space}", nonempty=True,
          sizes={"input_size": lambda i, o: o[0]})  # fmt: skip
-rule(overloads("fractional_max_pool2d"), "~nc__,~nc_->nc__,nc__", nonempty=True)
-rule(overloads("fractional_max_pool3d"), "~nc___,~nc_->nc___,nc___", nonempty=True)
-rule(overloads("fractional_max_pool2d_backward"), "...__,?...__,~...__->...__", nonempty=True)
-rule(overloads("fractional_max_pool3d_backward"), "...___,?...___,~...___->...___", nonempty=True)
-
-rule(overloads("max_unpool2d"), "...__,~...__->...__", nonempty=True)
-rule(overloads("max_unpool3d"), "...___,~...___->...___", nonempty=True)
 
 
 @rule(

@@ -1,1 +1,0 @@
-"""Plans of programs whose activations wait on the host."""
