@@ -48,12 +48,13 @@ def program_of(
     options = options_of(settings, placed, pipeline_stages)
     if pipeline_stages or settings.auto_stages is not None:
         decisions, device = list[str](), plain(whole.device_type)
-        if settings.auto_stages is not None:
-            device = settings.auto_stages.device or device
-            request = _stage_request(settings, whole.pipeline_members, modules, budget)
+        if (auto := settings.auto_stages) is not None:
+            device, members = auto.device or device, whole.pipeline_members
+            count = count_stages(settings.pipeline, members) if auto.stages is None else auto.stages
+            nbytes = budget.nbytes if budget is not None else None
+            request = StageRequest(count, members, auto.device, modules, nbytes)
             cut_options = replace(options, stage=stages[-1])  # which holds least
-            name, own = settings.auto_stages.chooser, settings.user_passes
-            marks, decision = chosen_stages(name, graph, cut_options, own, request)
+            marks, decision = chosen_stages(auto.chooser, graph, cut_options, settings.user_passes, request)
             options, decisions = replace(options, pipeline_stages=marks), [decision]
         programs = PipelinePrograms(graph, options, settings.user_passes, settings.pipeline, whole, verifies)
         offload = settings.offload.activations
@@ -68,17 +69,6 @@ def program_of(
         return candidate
     arena = arena_of(candidate.graph, settings.memory_budget)
     return candidate if arena is None else candidate.within(arena)
-
-
-def _stage_request(
-    settings: Settings, members: int, modules: Mapping[str, nn.Module], budget: Budget | None
-) -> StageRequest:
-    """The request of ``set_stage("auto")``, or of another chooser."""
-    assert settings.auto_stages is not None
-    stages, device, _ = settings.auto_stages
-    if stages is None:
-        stages = count_stages(settings.pipeline, members)
-    return StageRequest(stages, members, device, modules, budget.nbytes if budget is not None else None)
 
 
 def check_pipeline(settings: Settings, members: int) -> None:
