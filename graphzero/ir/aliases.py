@@ -121,6 +121,13 @@ def is_copy(target: Any) -> bool:
     return alias_kind(target) is AliasKind.COPY
 
 
+def is_narrowing(node: fx.Node) -> bool:
+    """Return whether a node casts its operand to a smaller dtype, and does nothing else."""
+    if node.target is not aten._to_copy.default or node.kwargs.keys() != {"dtype"}:
+        return False
+    return value.tensor_type(node).dtype.itemsize < value.tensor_type(value.operand(node)).dtype.itemsize
+
+
 def unnamed(node: fx.Node) -> fx.Node:
     """The value that a node is, or is another name of."""
     while is_name(node.target):

@@ -29,7 +29,7 @@ def is_op(node: fx.Node) -> bool:
         node.op == "call_function"
         and node.target is not operator.getitem
         and node.target is not PIN
-        and ops.BY_NAME.get(getattr(node.target, "__name__", "")) is not node.target
+        and node.target not in ops.OF_PASSES
         and not value.is_scalar(node)
     )
 

@@ -70,7 +70,7 @@ def why_unfit(target: Any, needs_rule: bool = True) -> str:
 
     needs_rule: whether a custom op needs one, because a text names it.
     """
-    if target is operator.getitem or ops.BY_NAME.get(getattr(target, "__name__", "")) is target or target in NAME_OF:
+    if target is operator.getitem or target in ops.OF_PASSES or target in NAME_OF:
         return ""
     if not isinstance(target, torch._ops.OpOverload):
         return "is a function of Python, not an op"

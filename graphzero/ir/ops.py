@@ -109,3 +109,4 @@ _ALL: tuple[Op, ...] = (
     use, box, *MOVES, *BUCKETS, launch, wait, assign, host_room, *HOST_COPIES, micro_batch, *IN_TURN,
 )  # fmt: skip
 BY_NAME: dict[str, Op] = {op.__name__: op for op in _ALL}
+OF_PASSES = frozenset(_ALL)

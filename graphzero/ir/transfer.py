@@ -14,7 +14,7 @@ arguments.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,13 @@ _KINDS: dict[Any, str] = {op: op.__name__ for op in ops.COLLECTIVES} | {
     op: op.__name__.removeprefix("bucket_") for op in ops.BUCKETS
 }
 _BUCKET_OF: dict[str, Callable[..., Any]] = {_KINDS[op]: op for op in ops.BUCKETS}
+# Of each move but a relabel: its arguments after the value, and the kinds of SBP between which it goes.
+MOVE_TABLE: Mapping[Any, tuple[tuple[str, ...], str, str]] = {
+    ops.slice_shard: (("dim", "axis"), "B", "S"),
+    ops.place_shard: (("dim", "axis"), "S", "P"),
+    ops.keep_first: (("axis",), "B", "P"),
+    **{ops.BY_NAME[kind]: (one.arguments, one.src, one.dst) for kind, one in COLLECTIVES.items()},
+}
 NO_SLOT_YET = -1  # the slot of a launch, until ``slots`` gives it one, or says that it needs none (None)
 
 

@@ -86,9 +86,8 @@ def op_name(target: Any) -> str:
         short = next((o for o in known_ops.OVERLOADS if o in packet.overloads()), None)
         text = name if overload == short else f"{name}.{overload}"
         return text if namespace in ("aten", "graphzero") else f"{namespace}.{name}.{overload}"
-    plain = str(getattr(target, "__name__", target))
-    if ops.BY_NAME.get(plain) is target:
-        return plain
+    if target in ops.OF_PASSES:
+        return str(target.__name__)
     if target in known_ops.NAME_OF:
         return known_ops.NAME_OF[target]
     return f"{target.__module__}.{target.__qualname__}"

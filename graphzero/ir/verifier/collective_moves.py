@@ -13,27 +13,13 @@ from torch import fx
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.printer import nd_text
-from graphzero.ir.transfer import transfer_of
+from graphzero.ir.transfer import MOVE_TABLE, transfer_of
 from graphzero.ir.verifier.violation import check_unmoved, violation
-from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.sbp.registry import signatures
 from graphzero.sbp.route import is_possible
 from graphzero.sbp.shards import alike, sections_at
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Nd, P, S, Sbp, partial, replace_at
-
-# Of what a move makes on its axis: the arguments after the value, and the kinds of SBP between which it goes.
-_LOCAL: dict[Any, tuple[tuple[str, ...], str, str]] = {
-    ops.slice_shard: (("dim", "axis"), "B", "S"),
-    ops.place_shard: (("dim", "axis"), "S", "P"),
-    ops.keep_first: (("axis",), "B", "P"),
-}
-_ARGUMENTS = {op: COLLECTIVES[op.__name__].arguments for op in ops.COLLECTIVES} | {
-    op: arguments for op, (arguments, *_) in _LOCAL.items()
-}
-_ENDS = {op: (COLLECTIVES[op.__name__].src, COLLECTIVES[op.__name__].dst) for op in ops.COLLECTIVES} | {
-    op: (src, dst) for op, (_, src, dst) in _LOCAL.items()
-}
 
 
 def check_moves(graph: StepGraph, nodes: Iterable[fx.Node], where: str) -> None:
@@ -131,12 +117,12 @@ def _plain(nd: Nd, axis: int, graph: StepGraph, move: Any) -> Sbp:
 
 
 def _axis(move: Any, args: tuple[Any, ...]) -> Any:
-    return args[_ARGUMENTS[move].index("axis")]
+    return args[MOVE_TABLE[move][0].index("axis")]
 
 
 def _moves(move: Any, args: tuple[Any, ...], src: Sbp, dst: Sbp) -> bool:
     """Return whether a move with these arguments (after the value) takes ``src`` to ``dst``."""
-    names, (source, target) = _ARGUMENTS[move], _ENDS[move]
+    names, source, target = MOVE_TABLE[move]
     given = list(zip(names, args, strict=False))
     dims = iter([arg for name, arg in given if name == "dim"])
     if source == "P":

@@ -6,9 +6,8 @@ all_to_all (S to another S); ``sbp/collectives.py`` has the table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import fx
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import ANNOTATIONS
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.transfer import MOVE_TABLE
 from graphzero.ir.value import TensorType
 from graphzero.passes.base import BuiltinPass
 from graphzero.sbp.boxing import Move
@@ -31,20 +31,10 @@ SMALL = 1 << 14
 VIEW = torch.ops.aten.view.default
 
 
-def _arguments(kind: str, src: Sbp, dst: Sbp, axis: str) -> tuple[Any, ...]:
-    dims = iter([sbp.dim for sbp in (src, dst) if sbp.is_split])
-    values = {"axis": axis, "reduction": src.reduction}
-    return tuple(next(dims) if name == "dim" else values[name] for name in COLLECTIVES[kind].arguments)
-
-
-# Kind of move -> op and its arguments after the value: (from, to, axis name).
-LOWERINGS: dict[str, tuple[Any, Callable[[Sbp, Sbp, str], tuple[Any, ...]]]] = {
-    "same": (ops.relabel, lambda src, dst, axis: ()),
-    "slice": (ops.slice_shard, lambda src, dst, axis: (dst.dim, axis)),
-    **{kind: (ops.BY_NAME[kind], partial(_arguments, kind)) for kind in COLLECTIVES},
-    "keep_first": (ops.keep_first, lambda src, dst, axis: (axis,)),
-    "scatter_zero": (ops.place_shard, lambda src, dst, axis: (src.dim, axis)),
-}
+OP_OF: Mapping[str, Any] = {  # of each kind of move
+    "same": ops.relabel, "slice": ops.slice_shard, "scatter_zero": ops.place_shard, "keep_first": ops.keep_first,
+    **{kind: ops.BY_NAME[kind] for kind in COLLECTIVES},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,12 +119,12 @@ def _written(
 
     Where ranks hold several sections of a dim, it is taken apart for the move, if the op does not do so by itself.
     """
-    op, arguments = LOWERINGS[step.kind]
+    op = OP_OF[step.kind]
     name, hierarchy = graph.placement.names[axis], graph.placement.hierarchy
     after = replace_at(nd, axis, step.dst)
     parts = (here[axis].is_split and sections_at(here, hierarchy, axis) > 1 for here in (nd, after))
     if hierarchy[axis] == 1 or step.kind in ("same", *ops.IN_SECTIONS) or not any(parts):
-        return [(op, arguments(step.src, step.dst, name), type_, after)]
+        return [(op, _arguments(op, step.src, step.dst, name), type_, after)]
     if nd != cutting(nd, hierarchy):
         nd = cutting(nd, hierarchy)
         inner_steps = _written(graph, type_, nd, axis, step)
@@ -144,6 +134,14 @@ def _written(
     before, behind = apart.nd(nd), apart.nd(after)
     return [
         (VIEW, (list(apart.shape),), inner, before),
-        (op, arguments(before[axis], behind[axis], name), inner, behind),
+        (op, _arguments(op, before[axis], behind[axis], name), inner, behind),
         (VIEW, (list(type_.shape),), type_, after),
     ]
+
+
+def _arguments(op: Any, src: Sbp, dst: Sbp, axis: str) -> tuple[Any, ...]:
+    """The arguments of a move after the value."""
+    dims = iter([sbp.dim for sbp in (src, dst) if sbp.is_split])
+    values = {"axis": axis, "reduction": src.reduction}
+    names = () if op is ops.relabel else MOVE_TABLE[op][0]
+    return tuple(next(dims) if name == "dim" else values[name] for name in names)

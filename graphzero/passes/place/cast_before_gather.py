@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from graphzero.ir import ops, value
+from graphzero.ir.aliases import is_narrowing
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.passes.base import BuiltinPass
@@ -47,17 +48,11 @@ class CastBeforeGather(BuiltinPass):
         for use in [node for node in graph.nodes if node.target is ops.use]:
             casts: dict[torch.dtype, list[fx.Node]] = defaultdict(list)
             for user in use.users:
-                if _narrows(user, use):
+                if is_narrowing(user):
                     casts[value.tensor_type(user).dtype].append(user)
             for same in casts.values():
                 _cast_first(graph, use, same)
         return graph
-
-
-def _narrows(node: fx.Node, use: fx.Node) -> bool:
-    """Return whether a node casts a use to a smaller dtype, and does nothing else."""
-    plain = node.target is _CAST and node.kwargs.keys() <= {"dtype"}
-    return plain and value.tensor_type(node).dtype.itemsize < value.tensor_type(use).dtype.itemsize
 
 
 def _cast_first(graph: StepGraph, use: fx.Node, casts: list[fx.Node]) -> None:

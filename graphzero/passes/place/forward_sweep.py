@@ -123,16 +123,12 @@ class AxisPropagation:
         """Bytes of a value for its price.  With links, which weigh bytes against messages, those that are left of it by
         the axes that have been swept.
         """
-        remaining: float = value.tensor_type(node).nbytes
-        if self.costs.links:
-            others = (axis for axis in self.axes if axis is not self and node in axis.found)
-            remaining /= prod(axis.ranks for axis in others if axis.sbp(node).is_split)
-        return remaining
+        return self.bytes_in_line(node) if self.costs.links else value.tensor_type(node).nbytes
 
     def bytes_in_line(self, node: fx.Node) -> float:
-        """Bytes of a value that the ranks of one line of the axis have together."""
-        others = (axis for axis in self.axes if axis is not self and axis.sbp(node).is_split)
-        return value.tensor_type(node).nbytes / prod(axis.ranks for axis in others)
+        """Bytes of a value that the ranks of one line of the axis have together, as far as axes have been swept."""
+        others = (axis for axis in self.axes if axis is not self and node in axis.found)
+        return value.tensor_type(node).nbytes / prod(axis.ranks for axis in others if axis.sbp(node).is_split)
 
     def price(self, node: fx.Node, want: Sbp) -> float:
         """The price of boxing a value to another SBP."""

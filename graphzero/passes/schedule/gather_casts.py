@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from graphzero.ir import ops, value
+from graphzero.ir.aliases import is_narrowing
 from graphzero.ir.graph import StepGraph
 from graphzero.passes.base import BuiltinPass
-
-_CAST = torch.ops.aten._to_copy.default
 
 
 @dataclass(frozen=True)
@@ -54,10 +52,7 @@ class GatherCasts(BuiltinPass):
 
 def _is_plain(node: fx.Node) -> bool:
     """Return whether a node casts what is there when the step begins to a narrower float, and does nothing else."""
-    if node.target is not _CAST or node.kwargs.keys() != {"dtype"}:
+    if not is_narrowing(node):
         return False
-    (read,) = node.args
-    assert isinstance(read, fx.Node)
-    old, new = value.tensor_type(read).dtype, value.tensor_type(node).dtype
-    floats = old.is_floating_point and new.is_floating_point
-    return read.op == "placeholder" and floats and new.itemsize < old.itemsize
+    read = value.operand(node)
+    return read.op == "placeholder" and all(value.tensor_type(x).dtype.is_floating_point for x in (read, node))

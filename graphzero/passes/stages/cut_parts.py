@@ -245,7 +245,6 @@ class _PartWriter:
         self.nodes: list[fx.Node] = []  # that the part computes
         self.copies: dict[fx.Node, fx.Node] = {}
         self.updates: dict[str, fx.Node] = {}
-        self._last_input: fx.Node | None = None
         self._handed_over: dict[ValueKey, fx.Node] = {}
         self._writes: list[fx.Node] = []
 
@@ -258,6 +257,9 @@ class _PartWriter:
         handed_over = {node.name: self.read_value(node) for node in self._handed_over.values()}
         self.part.outputs = list(self._handed_over)
         self.part.graph.graph.output(((), written | handed_over, self.updates))
+        first = next(node for node in self.part.graph.nodes if node.op != "placeholder")
+        for node in list(self.part.graph.placeholders()):
+            first.prepend(node)
         return self.part
 
     def hand_over(self, node: fx.Node) -> ValueKey:
@@ -324,16 +326,8 @@ class _PartWriter:
         return copy
 
     def _placeholder(self, node: fx.Node, meta: dict[str, Any]) -> fx.Node:
-        graph = self.part.graph.graph
-        first = next(iter(graph.nodes), None)
-        if self._last_input is not None:
-            graph.inserting_after(self._last_input)
-        elif first is not None:
-            graph.inserting_before(first)
-        copy = graph.create_node("placeholder", node.name, name=node.name)
-        graph.inserting_after()
+        copy = self.part.graph.graph.create_node("placeholder", node.name, name=node.name)
         copy.meta = {**meta, "phase": "input"}
         copy.meta.pop("repeat", None)
         copy.meta.pop("stage", None)
-        self._last_input = copy
         return copy
