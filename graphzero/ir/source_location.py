@@ -85,8 +85,7 @@ def user_frames(limit: int = 1, until: CodeType | None = None) -> list[str]:
 
 def user_frame() -> str:
     """The innermost frame of the user, or ""."""
-    frames = user_frames()
-    return frames[0] if frames else ""
+    return "".join(user_frames(limit=1))
 
 
 def running_module(modules: Mapping[int, str], until: CodeType | None) -> str:

@@ -90,11 +90,8 @@ def check_sizes(graph: StepGraph, nodes: Iterable[fx.Node], where: str) -> None:
 def _check_placeholder(node: fx.Node) -> None:
     role, type_ = value.role_of(node), value.type_of(node)
     assert role is not None
-    is_number = isinstance(type_, ScalarType)
-    if role.kind in ("hyper", "scalar"):
-        need(is_number, f"is a {role.kind} of type {_text(type_)}, which is not a number")
-    else:
-        need(isinstance(type_, TensorType), f"is a {role.kind} of type {_text(type_)}, which is not a tensor")
+    kind, what = (ScalarType, "number") if role.kind in ("hyper", "scalar") else (TensorType, "tensor")
+    need(isinstance(type_, kind), f"is a {role.kind} of type {_text(type_)}, which is not a {what}")
     if role.kind == "seed":
         need(type_ == TensorType(torch.int64, ()), f"is a seed of type {_text(type_)}; a seed is i64[]")
 

@@ -18,7 +18,7 @@ from graphzero.ir.aliases import ANNOTATIONS, is_whole_view
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.place.step_results import output_sbp
+from graphzero.passes.place.forward_sweep import output_sbp
 from graphzero.sbp.link_costs import Costs, Links, costs_on
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Nd

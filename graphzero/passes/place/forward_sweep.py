@@ -17,7 +17,6 @@ from torch import fx
 from graphzero.ir import calls, ops, value
 from graphzero.ir.aliases import ANNOTATIONS, is_whole_view
 from graphzero.ir.graph import StepGraph
-from graphzero.passes.place.step_results import StepResults
 from graphzero.sbp.link_costs import Costs, Links, costs_on
 from graphzero.sbp.shards import alike, nests
 from graphzero.sbp.signature import Signature
@@ -91,7 +90,11 @@ class AxisPropagation:
         self.chosen: dict[fx.Node, Signature] = {}
         self.boxed: dict[tuple[fx.Node, Sbp], set[fx.Node]] = {}  # what is moved, to where -> for which readers
         self.before: dict[tuple[fx.Node, Sbp], set[fx.Node]] = {}  # the same, of the walk before
-        self.ends = StepResults(graph)
+        self.returned, self.aux = set(value.flat_nodes(graph.outputs)), set(graph.aux.values())
+        self.replaced: dict[fx.Node, list[fx.Node]] = {}  # new value -> the states that it becomes
+        placeholders = {node.name: node for node in graph.placeholders("param", "buffer", "state")}
+        for name, new in graph.updates.items():
+            self.replaced.setdefault(new, []).append(placeholders[name])
         self.seen: dict[fx.Node, tuple[list[Option], Signature]] = {}  # what the first sweep saw and took, if it notes
         self.weights: set[fx.Node] = set()  # weights that the user has split here, through views and casts
         self.is_data = graph.placement.names[axis] in graph.placement.batch_axes
@@ -231,13 +234,18 @@ class AxisPropagation:
     # ---- readers
 
     def wants(self, user: fx.Node, node: fx.Node) -> set[Sbp]:
-        """SBPs in which ``user`` reads ``node``."""
+        """SBPs in which ``user`` reads ``node``.
+
+        At the step's end a state needs its own; a batch-split output stays split, what else is returned is whole.
+        """
         if user in self.chosen:
             operands = value.tensor_operands(user)
             return {w for o, w in zip(operands, self.chosen[user].inputs, strict=True) if o is node}
-        if user.op == "output":
-            return self.ends.wants(node, self.axis, self.sbp(node))
-        return {self.sbp(user)}
+        if user.op != "output":
+            return {self.sbp(user)}
+        wants = {value.nd_of(state)[self.axis] for state in self.replaced.get(node, ())}
+        wants |= {output_sbp(self.graph, node, self.axis, self.sbp(node))} if node in self.returned else set()
+        return wants | ({B} if node in self.aux else set())
 
     # ---- what is found
 
@@ -248,6 +256,12 @@ class AxisPropagation:
             olds = [nd or unknown for _, nd in value.results_of(node)]
             nds = (None if s is None else replace_at(old, self.axis, s) for old, s in zip(olds, sbps, strict=True))
             node.meta["sbp"] = tuple(nds) if value.is_multi(node) else next(nds)
+
+
+def output_sbp(graph: StepGraph, node: fx.Node, axis: int, have: Sbp) -> Sbp:
+    """The SBP in which build returns a value: this rank's share of the batch, or the whole."""
+    share = have.is_split and have.dim == 0 and graph.placement.names[axis] in graph.placement.batch_axes
+    return have if share and value.phase_of(node) != "update" and not value.has_role(node, "gradient") else B
 
 
 def _moved(node: fx.Node, have: Sbp, want: Sbp) -> tuple[fx.Node, Sbp]:
