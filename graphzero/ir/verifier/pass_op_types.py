@@ -10,7 +10,7 @@ from torch import fx
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import PERSISTENT, StepGraph
-from graphzero.ir.transfer import NO_SLOT_YET
+from graphzero.ir.transfer import MOVE_TABLE, NO_SLOT_YET
 from graphzero.ir.value import ScalarType, TensorType
 from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.sbp.reductions import REDUCTIONS
@@ -209,8 +209,7 @@ def _micro_batch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> A
 
 FORMS: dict[str, Form] = {
     "use": _same(), "box": _same(), "relabel": _same(),
-    "slice_shard": _same("dim", "axis"), "place_shard": _same("dim", "axis"), "keep_first": _same("axis"),
-    **{kind: _same(*one.arguments, casts=one.gathers) for kind, one in COLLECTIVES.items()},
+    **{op.__name__: _same(*arguments, casts=ends == ["S", "B"]) for op, (arguments, *ends) in MOVE_TABLE.items()},
     **{f"bucket_{kind}": _same(*one.arguments, casts=one.gathers, is_bucket=True)
        for kind, one in COLLECTIVES.items() if one.joins},
     "launch": _launch, "wait": _wait(ops.launch), "assign": _assign,

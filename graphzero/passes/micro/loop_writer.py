@@ -15,11 +15,10 @@ from graphzero.ir.value import Role, TensorType
 from graphzero.ops import MOVE
 from graphzero.passes.memory.keep_gathered import KeepGathered
 from graphzero.passes.micro.loop_carried import LoopCarried, LoopResult
-from graphzero.passes.micro.loop_partition import SHAPED, LoopPartition
+from graphzero.passes.micro.loop_partition import SHAPED, LoopPartition, restore_broadcast_sums
 from graphzero.passes.micro.micro_batch_errors import MicroBatchErrors
 from graphzero.passes.micro.micro_batch_types import BODY, EPILOGUE, LAST, PROLOGUE, MicroBatchTypes
 from graphzero.passes.micro.op_writer import OpWriter
-from graphzero.passes.micro.restore_broadcast import restore_broadcast_sums
 from graphzero.passes.place.forward_sweep import HALF
 from graphzero.sbp.placement import MICRO_BATCHES
 
