@@ -442,6 +442,17 @@ def test_a_number_of_a_tensor_computes_as_pythons_number_does(name):
     torch.testing.assert_close(found, expected)
 
 
+def test_a_number_stays_what_it_was_when_its_tensor_is_written_to():
+    def counts(x):
+        total, count = x.sum().double().reshape(1), (x > 0).sum()
+        before, number = total.item(), count.item()
+        total += 1
+        count += 1
+        return x * before * number + total * count
+
+    torch.testing.assert_close(Scaled(counts)(X), counts(X), rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("function", "refused", "computed"),
     [
@@ -456,6 +467,10 @@ def test_a_number_of_a_tensor_computes_as_pythons_number_does(name):
         (lambda n: n**30, 10, [2, -4]),
         (lambda n: n + n, 5 * 10**18, [4 * 10**18]),
         (lambda n: 4 * 10**18 - n, -6 * 10**18, [6 * 10**18]),
+        (lambda n: -n, -(2**63), [7, -(10**18)]),
+        (lambda n: abs(n), -(2**63), [7, -(10**18)]),
+        (lambda n: n // -1, -(2**63), [7]),
+        (lambda n: round(n), float("inf"), [2.4, -0.5]),
     ],
 )
 def test_a_step_raises_where_arithmetic_on_pythons_numbers_does(function, refused, computed):

@@ -43,6 +43,16 @@ class HostNumber(TracedNumber):
     def __init__(self, tensor: Tensor, value_reads: ValueReadHandler) -> None:
         self.tensor, self.value_reads, self.line = tensor, value_reads, user_frame()
 
+    @classmethod
+    def read(cls, x: Tensor, value_reads: ValueReadHandler) -> HostNumber:
+        """The number that ``x.item()`` gives: that of now, whatever is written to ``x`` later."""
+        if x.numel() != 1 or x.is_complex() or x.dtype == getattr(torch, "uint64", None):
+            raise value_reads.problem(".item()", x)
+        dtype = torch.float64 if x.is_floating_point() else torch.bool if x.dtype == torch.bool else torch.int64
+        with torch.no_grad():
+            own = x.detach().reshape(())
+            return cls(own.clone() if own.dtype == dtype else own.to(dtype), value_reads)
+
     def as_operand_with(self, tensors: Iterable[Tensor]) -> Tensor:
         """The number as an operand next to tensors: it turns integers into floats of the default dtype, and widens
         nothing."""
@@ -104,29 +114,27 @@ class HostNumber(TracedNumber):
         if function in _DIVISIONS and (isinstance(right, (Tensor, torch.SymFloat)) or right == 0):
             message = "ZeroDivisionError: division by zero"
             self.value_reads.check_number(lambda: torch.zeros_like(mine) + right != 0, message)
+            if isinstance(right, Tensor) and not right.is_floating_point() and function is not _divided:
+                right = torch.where(right == 0, 1, right)  # a kernel stops where the check is yet to come, or none is
         result = function(left, right)
         if not isinstance(result, Tensor):
             if function is _power:
                 self._refuse("a power of integers whose exponent is a tensor's number")
             return NotImplemented
-        if function in _MAY_OVERFLOW and not result.is_floating_point():
-            self.value_reads.check_number(
-                lambda: function(mine.double(), float(its) if isinstance(its, int) else its.double()).abs() < INT64,
-                "OverflowError: an integer beyond 64 bits, which Python has and a tensor has not",
+        if result.is_floating_point():
+            if function is _power:
+                check_defined(self.value_reads, (left, right), result, _NO_POWER)
+            return HostNumber(result.double(), self.value_reads)
+        if function in _MAY_OVERFLOW or (function is operator.floordiv and (isinstance(right, Tensor) or right == -1)):
+            self._check_fits(
+                lambda: function(*(x.double() if isinstance(x, Tensor) else float(x) for x in (left, right)))
             )
-        elif function is _power:
-            self._check_power(left, right, result)
-        return HostNumber(result.double() if result.is_floating_point() else result, self.value_reads)
+        return HostNumber(result, self.value_reads)
 
-    def _check_power(self, base: Any, exponent: Any, result: Tensor) -> None:
-        """Check that a power of finite floats is finite: elsewhere Python raises, or has a complex number."""
-
-        def is_there() -> Tensor:
-            zero = torch.zeros_like(result)
-            return ~torch.isfinite(zero + base) | ~torch.isfinite(zero + exponent) | torch.isfinite(result)
-
-        message = "ArithmeticError: a power that Python has no float for: of 0, of a negative number, or too large"
-        self.value_reads.check_number(is_there, message)
+    def _check_fits(self, wide: Callable[[], Tensor]) -> None:
+        """Check that an integer, which ``wide`` gives as a float, has 64 bits."""
+        message = "OverflowError: an integer beyond 64 bits, which Python has and a tensor has not"
+        self.value_reads.check_number(lambda: wide().abs() < INT64, message)
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
@@ -135,14 +143,39 @@ class HostNumber(TracedNumber):
         return other // self, other % self
 
     def __round__(self, digits: int | None = None) -> HostNumber:
-        rounded = torch.round(_arithmetic(self), decimals=digits or 0)
+        x = _arithmetic(self)
+        rounded = torch.round(x, decimals=digits or 0)
+        if digits is None and x.is_floating_point():
+            self._check_fits(lambda: rounded)
         return HostNumber(rounded if digits is not None else rounded.long(), self.value_reads)
 
     def __neg__(self) -> HostNumber:
-        return HostNumber(-_arithmetic(self), self.value_reads)
+        return self._of_sign(operator.neg)
 
     def __abs__(self) -> HostNumber:
-        return HostNumber(_arithmetic(self).abs(), self.value_reads)
+        return self._of_sign(operator.abs)
+
+    def _of_sign(self, function: Callable[[Any], Any]) -> HostNumber:
+        x = _arithmetic(self)
+        if not x.is_floating_point():
+            self._check_fits(lambda: x.double())
+        return HostNumber(function(x), self.value_reads)
+
+
+def check_defined(value_reads: ValueReadHandler, operands: Iterable[Any], result: Tensor, message: str) -> None:
+    """Check that Python has a float for a function of numbers.
+
+    It has none where nan follows from other numbers, or infinity from finite ones: it raises, or has a complex number.
+    """
+
+    def is_defined() -> Tensor:
+        ok = torch.isfinite(result)
+        for x in operands:
+            x = torch.zeros_like(result) + x
+            ok = ok | torch.isnan(x) | (torch.isinf(x) & torch.isinf(result))
+        return ok
+
+    value_reads.check_number(is_defined, message)
 
 
 def _arithmetic(x: Any) -> Any:
@@ -176,6 +209,7 @@ def _power(a: Any, b: Any) -> Any:
 
 _DIVISIONS = (_divided, operator.floordiv, operator.mod)
 _MAY_OVERFLOW = (operator.add, operator.sub, operator.mul, _power)
+_NO_POWER = "ArithmeticError: a power that Python has no float for: of 0, of a negative number, or too large"
 INT64 = 9.22e18  # what is below fits, also where the float64 that says so is rounded
 
 

@@ -150,12 +150,7 @@ class ValueReads:
     # ---- values
 
     def item(self, x: Tensor) -> HostNumber:
-        if x.numel() != 1 or x.is_complex():
-            raise self.problem(".item()", x)
-        with torch.no_grad():
-            one = x.detach().reshape(())
-            wide = one.double() if x.is_floating_point() else one if x.dtype == torch.bool else one.long()
-        return HostNumber(wide, self)
+        return HostNumber.read(x, self)
 
     def tolist(self, x: Tensor) -> Any:
         if x.numel() > _MOST or x.is_complex():

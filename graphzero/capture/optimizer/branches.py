@@ -24,6 +24,7 @@ from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.rewrite import decompositions
 from graphzero.capture.rewrite.canonicalise import merge_equal
 from graphzero.errors import CaptureError
+from graphzero.ir.source_location import user_frame
 
 MOST = 16  # ways that are written down
 ALL = ""  # whom a condition decides for that follows from values of several parameters
@@ -74,8 +75,7 @@ class BranchOutcomes(TorchFunctionMode):
         if func is Tensor.__bool__:
             return self.truth(args[0])
         if func is Tensor.item:
-            x = args[0].reshape(())
-            return HostNumber(x.double() if x.is_floating_point() else x.clone(), self)
+            return HostNumber.read(args[0], self)
         if func in _COMPARE:
             return self.truth(_COMPARE[func](*args, **(kwargs or {})))
         if func in _TAKEN:
@@ -95,12 +95,13 @@ class BranchOutcomes(TorchFunctionMode):
         return self.known[condition]
 
     def check(self, ok: Tensor, message: str, line: str) -> None:
-        """Note that torch raises where ``ok`` is false."""
+        """Note that plain PyTorch raises where ``ok`` is false."""
         alike = sum(key[:2] == (message, line) for key in self.checks)
         self.checks[message, line, alike] = ok.reshape(())
 
     def check_number(self, ok: Callable[[], Tensor], message: str) -> None:
-        """An optimizer's step goes on with inf or nan where Python's arithmetic would raise."""
+        """See ``ValueReads.check_number``."""
+        self.check(ok(), message, user_frame())
 
     def text(self, x: Any) -> str:
         return f"tensor of shape {list(x.shape)}"

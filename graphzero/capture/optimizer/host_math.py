@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphzero import _compat
-from graphzero.capture.host_values.number import HostNumber
+from graphzero.capture.host_values.number import HostNumber, check_defined
 from graphzero.ir.known_ops import ARITHMETIC
 
 _OPS = {name.removeprefix("torch._sym_"): op for name, op in ARITHMETIC.items() if name.startswith("torch._sym_")}
@@ -50,7 +50,9 @@ def _of_tensors(name: str, args: tuple[Any, ...]) -> Any:
     operands = [x.tensor.double() if isinstance(x, HostNumber) else x for x in given]
     if name == "log" and len(operands) == 2:
         return FUNCTIONS["log"](given[0]) / FUNCTIONS["log"](given[1])
-    return HostNumber(getattr(torch, {"fabs": "abs"}.get(name, name))(*operands), value_reads)
+    result = getattr(torch, {"fabs": "abs"}.get(name, name))(*operands)
+    check_defined(value_reads, operands, result, f"ValueError: math.{name}: outside of its domain, or beyond floats")
+    return HostNumber(result, value_reads)
 
 
 def _either(name: str) -> Callable[..., Any]:

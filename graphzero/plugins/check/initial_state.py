@@ -119,7 +119,7 @@ def _values(start: StepStart, prepared: PreparedCall, leaves: dict[str, Any], co
         if role.kind == "state":
             spec = owners[node.name]
             state = start.states.get((spec.optimizer, spec.param), {}).get(spec.key)
-            here = state if isinstance(state, Tensor) else torch.full(spec.shape, spec.fill)
+            here = state if isinstance(state, Tensor) else torch.full(spec.shape, spec.fill, dtype=spec.dtype)
             values[node.name] = copied.copy_value(here.to(spec.dtype))
         elif role.kind in ("param", "buffer"):
             values[node.name] = copied.copy_value((start.params | start.buffers)[role.of])

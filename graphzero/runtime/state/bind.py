@@ -152,7 +152,8 @@ class _Binder:
             counter.tensor.copy_(counter.copies[0])  # where it is, whichever program has run since
         else:
             # On the device, as torch's fused optimizers keep it: on the host a step would have to wait for it.
-            tensor = torch.as_tensor(counts[0]).detach().to(self.world.device, specs[0].dtype, copy=True)
+            count = torch.as_tensor(counts[0], dtype=specs[0].dtype).detach()
+            tensor = count.to(self.world.device, copy=True)
             self.state.first_values.take_count(tensor, map(preflight.name_of, specs))
             copies = tensor.expand(len(specs)).clone()
             counter = self.state.counters[key] = StepCounter(tensor, copies, copies.unbind())
