@@ -6,8 +6,8 @@ Values go in whole and come out as every rank holds them; nothing of a Graph's s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,16 +15,19 @@ from torch import Tensor, fx
 
 from graphzero.errors import ConfigError
 from graphzero.ir import ops, value
-from graphzero.ir.graph import StepGraph
+from graphzero.ir.graph import LEVELS, StepGraph
+from graphzero.ir.pipeline_parts import PipelineProgram
 from graphzero.ir.storage.liveness import liveness
+from graphzero.ir.storage.roots import reaches
 from graphzero.ir.transfer import NO_SLOT_YET
 from graphzero.passes import Options, Pipeline, default_passes
 from graphzero.passes.pass_list import first_on
 from graphzero.runtime.execute.checks import raise_without_room
 from graphzero.runtime.execute.executor import Executor
+from graphzero.runtime.execute.pipeline_executor import PipelineExecutor
 from graphzero.runtime.tensors.shards import join, piece
 from graphzero.runtime.world.virtual import VirtualWorld
-from graphzero.sbp.placement import placement
+from graphzero.sbp.placement import Placement, placement
 from graphzero.sbp.types import Nd
 
 PERSISTENT = ("param", "buffer", "state", "constant")
@@ -47,8 +50,10 @@ class RankValues:
         return any(sbp.is_partial for sbp in self.nd)
 
 
-def lower_program(graph: StepGraph, ranks: int | None = None, device_type: str = "cpu") -> StepGraph:
-    """The graph on virtual ranks, run through the built-in passes that it still needs.
+def lower_program(
+    graph: StepGraph, ranks: int | None = None, device_type: str = "cpu", is_final: bool = False
+) -> StepGraph:
+    """The graph on virtual ranks, run through the built-in passes that it still needs; none if it ``is_final``.
 
     Raises ConfigError for another number of ranks than a graph above level "captured" is written for.
     """
@@ -58,31 +63,65 @@ def lower_program(graph: StepGraph, ranks: int | None = None, device_type: str =
         raise ConfigError(
             f"the graph is {graph.level} for {own.size} ranks; it cannot run on {ranks}: start from a captured one"
         )
-    shape = own.hierarchy if ranks is None or ranks == own.size else (ranks,)
-    names = own.names if len(shape) == len(own.names) else ("dp",)
-    grid = torch.arange(math.prod(shape)).reshape(shape).tolist()
-    graph.placement = placement(device_type, grid, names=names, virtual=True)
-    since = _first_needed(graph)
+    graph.placement = _virtual_placement(own, device_type, None if ranks == own.size else ranks)
+    since = "" if is_final else _first_needed(graph)
     return Pipeline(default_passes(Options(optimise=False), since=since))(graph) if since else graph
+
+
+def lower_parts(
+    program: StepGraph, pipeline: PipelineProgram, graphs: Sequence[StepGraph], device_type: str,
+    final: Collection[int] = (),
+) -> tuple[StepGraph, PipelineProgram]:  # fmt: skip
+    """A program of pipeline stages on virtual ranks, with ``graphs`` as its parts, each run through passes as above.
+
+    final: numbers of the parts that run as they are.
+    """
+    program = program.clone()
+    program.placement = _virtual_placement(program.placement, device_type)
+    parts = [
+        replace(part, graph=lower_program(graph, device_type=device_type, is_final=i in final))
+        for i, (part, graph) in enumerate(zip(pipeline.parts.parts, graphs, strict=True))
+    ]
+    place = _virtual_placement(pipeline.placement, device_type)
+    return program, replace(pipeline, parts=replace(pipeline.parts, parts=parts), placement=place)
+
+
+def _virtual_placement(own: Placement, device_type: str, ranks: int | None = None) -> Placement:
+    """The same, or one axis of other ranks, in one process."""
+    shape = own.hierarchy if ranks is None else (ranks,)
+    names = own.names if len(shape) == len(own.names) else ("dp",)
+    return placement(device_type, torch.arange(math.prod(shape)).reshape(shape).tolist(), names=names, virtual=True)
 
 
 def _first_needed(graph: StepGraph) -> str:
     """The first built-in pass that a graph needs to run; "" if it is ready."""
     waits_for_slot = any(moves.slot == NO_SLOT_YET for moves in liveness(graph).transfers.values())
-    if any(node.target in ops.ASSIGNING for node in graph.nodes):
+    old = {node.name: node for node in graph.placeholders()}
+    in_place = any(new is not old[name] and reaches(new, old[name]) for name, new in graph.updates.items())
+    if in_place or any(node.target in ops.ASSIGNING for node in graph.nodes):
         return "slots" if waits_for_slot else ""
-    return "copy_old" if waits_for_slot else first_on(graph.level)
+    if waits_for_slot or (graph.level == LEVELS[-1] and graph.updates):
+        return "copy_old"
+    return "" if graph.level == LEVELS[-1] else first_on(graph.level)
 
 
-def run_program(program: StepGraph, inputs: Mapping[str, Any]) -> dict[str, RankValues]:
+def run_program(
+    program: StepGraph, inputs: Mapping[str, Any], pipeline: PipelineProgram | None = None
+) -> dict[str, RankValues]:
     """Run one step of a program of ``lower_program``, from whole values by placeholder, which are not changed.
+
+    pipeline: the parts, of ``lower_parts``, that run in its place, in the order of their schedule.
 
     Returns outputs ("output 0"), auxiliary values by name, and new states ("new w").  Raises CapacityError where the
     program has too little room.
     """
     place = program.placement
     world = VirtualWorld(place)
-    executor = Executor(program, world)
+    executor: Executor | PipelineExecutor
+    if pipeline is None:
+        executor = Executor(program, world)
+    else:
+        executor = PipelineExecutor(program, pipeline, world, "eager", checking=True)
     values: dict[str, list[Any]] = {}
     for node in program.placeholders():
         given = inputs[node.name]

@@ -15,6 +15,7 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.plugins.check.report import Report, Stage
 from graphzero.sbp import registry
+from graphzero.testing.simulate import lower_program
 
 FOUR = gz.placement("cpu", range(4), virtual=True)
 aten = torch.ops.aten
@@ -268,21 +269,109 @@ def test_an_infinite_input_is_named_as_such(batch: Any) -> None:
     assert gz.check(TwoLayerGraph(), x.clone().fill_(torch.inf), t).nonfinite in ("x", "addmm")
 
 
-# ---- refusals
+class EvaluationGraph(TwoLayerGraph):
+    def add_optimizer(self, *args: Any, **kwargs: Any) -> None:
+        """It trains nothing."""
+
+    def build(self, x: Tensor, t: Tensor) -> Tensor:
+        return torch.relu(self.last(self.first(x)))
 
 
-def staged(after: str) -> TwoLayerGraph:
-    placement = gz.placement("cpu", [[0], [1]], names=("pp", "dp"), virtual=True)
-    graph = TwoLayerGraph(torch.relu, forgets_a_sign, after=after, placement=placement)
-    graph.config.set_stage("first", 0)
-    graph.config.set_stage("last", 1)
+@pytest.mark.parametrize("kind", [TwoLayerGraph, EvaluationGraph])
+def test_the_last_program_that_is_compared_is_the_one_that_runs(kind: type[TwoLayerGraph], batch: Any) -> None:
+    program = kind(stage=3).compile(*batch).program
+    assert str(lower_program(program)) == str(program)
+
+
+# ---- pipeline stages
+
+
+class StagedGraph(gz.Graph):
+    """Four layers on pairs of ranks, and passes after ``after``."""
+
+    def __init__(self, schedule: str, *passes: Any, after: str = "bucket", micro_batches: int = 4) -> None:
+        super().__init__(gz.placement("cpu", [[0, 1], [2, 3]], names=("pp", "dp"), virtual=True))
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.add_optimizer(torch.optim.AdamW(self.layers.parameters(), lr=0.1), clip_grad_norm=1.0)
+        self.config.enable_zero(stage=2)
+        self.config.set_gradient_accumulation_steps(micro_batches)
+        stages = 4 if "interleaved" in schedule or schedule == "zbv" else 2
+        for i in range(4):
+            self.config.set_stage(f"layers.{i}", i * stages // 4)
+        self.config.set_pipeline(schedule)
+        for pass_ in passes:
+            self.config.add_pass(pass_, after=after)
+
+    def build(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x)) + x
+        loss = x.square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+
+def forgets_a_sign_of_the_last_stage(graph: StepGraph) -> StepGraph:
+    return forgets_a_sign(graph) if graph.name.endswith("forward@1") else graph
+
+
+def scales_the_update(graph: StepGraph) -> StepGraph:
+    """Of what an epilogue writes, the parameters."""
+    for name, new in graph.updates.items():
+        if "/" not in name and "epilogue" in graph.name and value.role_of(_placeholder(graph, name)).kind == "param":
+            with graph.graph.inserting_after(new):
+                scaled = graph.call(aten.mul.Scalar, (new, 1.01), value.type_of(new), sbp=value.sbp_of(new), like=new)
+            graph.set_output(graph.outputs, graph.aux, {**graph.updates, name: scaled})
     return graph
 
 
-def test_a_pass_on_parts_of_stages_is_refused_and_one_before_them_is_found(batch: Any) -> None:
-    assert gz.check(staged("localize"), *batch).where == "forgets_a_sign"
-    with pytest.raises(gz.ConfigError, match="pass forgets_a_sign, after bucket, runs on the parts"):
-        gz.check(staged("bucket"), *batch)
+def _placeholder(graph: StepGraph, name: str) -> Any:
+    return next(node for node in graph.placeholders() if node.name == name)
+
+
+def changes_nothing(graph: StepGraph) -> StepGraph:
+    return graph
+
+
+SCHEDULES = ("1f1b", "interleaved", "zb1p")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pass_on_parts_of_stages_that_changes_a_number_is_named_with_the_parts(schedule: str) -> None:
+    x = torch.randn(16, 4)
+    report = gz.check(StagedGraph(schedule, forgets_a_sign_of_the_last_stage), x)
+    assert report.where == "forgets_a_sign_of_the_last_stage"
+    assert "What it did to forward@1 is wrong. In forward@1:" in str(report)
+
+
+def test_a_pass_on_parts_that_changes_a_new_state_is_named_with_the_part() -> None:
+    report = gz.check(StagedGraph("zb1p", scales_the_update), torch.randn(16, 4))
+    assert report.where == "scales_the_update"
+    assert set(report.stages[-1].beyond) == {f"new layers.{i}.{kind}" for i in range(4) for kind in ("weight", "bias")}
+    assert "is wrong. In epilogue" in str(report)
+
+
+@pytest.mark.parametrize("after", ["overlap", "in_place"])
+def test_a_pass_that_changes_a_number_late_in_the_list_is_found_on_stages(after: str) -> None:
+    report = gz.check(StagedGraph("1f1b", forgets_a_sign, after=after), torch.randn(16, 4))
+    assert report.where == "forgets_a_sign"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_parts_of_stages_agree_after_each_of_their_passes(schedule: str) -> None:
+    report = gz.check(StagedGraph(schedule, changes_nothing), torch.randn(16, 4))
+    assert report
+    names = [stage.name for stage in report.stages]
+    assert names.index("localize") < names.index("cut into parts") < names.index("bucket") < names.index("in_place")
+    assert {stage.ranks for stage in report.stages[names.index("cut into parts") :] if not stage.same} == {4}
+
+
+def test_a_pass_before_stages_are_cut_into_parts_is_named_as_anywhere() -> None:
+    report = gz.check(StagedGraph("1f1b", forgets_a_sign, after="localize"), torch.randn(16, 4))
+    assert report.where == "forgets_a_sign" and report.value
+
+
+# ---- refusals
 
 
 def test_what_cannot_be_checked_says_so(batch: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,14 +12,15 @@ from graphzero import _compat
 from graphzero.errors import CapacityError, ConfigError, hides_frames
 from graphzero.graph import Graph
 from graphzero.ir import value
-from graphzero.passes.base import pass_name
+from graphzero.ir.graph import StepGraph
+from graphzero.passes import Record
 from graphzero.plugins.check.compare import difference, held_difference, tolerance
 from graphzero.plugins.check.eager import eager_step
 from graphzero.plugins.check.first_difference import first_difference, first_nonfinite
 from graphzero.plugins.check.float64_step import widen_program
 from graphzero.plugins.check.initial_state import StepStart, start_of
 from graphzero.plugins.check.report import Report, Stage, beyond_lines, with_second
-from graphzero.plugins.check.stage_values import StageRun, run_stage
+from graphzero.plugins.check.stage_values import StageRun, run_parts, run_stage
 from graphzero.runtime.world.consensus import CHECK
 from graphzero.step.program import StepProgram
 
@@ -29,6 +30,8 @@ _CAPTURED = (
     "a number as a float input, or draw it with torch. Code that asks whether it is being traced (is_compiling(), "
     "FakeTensor) and would look at values takes its branch for that, as under torch.export: no pass is at fault."
 )
+CUT = "cut into parts"
+_SHOWN = 24  # lines of a pass's changes
 _UNSTEADY = "Plain PyTorch, run twice from the same start, differs from itself: build is not a function of its inputs."
 
 
@@ -41,8 +44,9 @@ def check(
 
     ``args`` and ``kwargs`` are those of a call.  The step is not taken: everything runs on copies, and parameters,
     buffers, optimizer states, gradients and random numbers are left as they are.  The program is compiled as
-    ``graph.compile`` does.  It holds every value of a step on every rank, so use a small model or batch; on real
-    ranks all call it, and each runs all of them by itself.
+    ``graph.compile`` does.  On pipeline stages it is compared after each pass before it is cut into parts, then the
+    parts, in the order of their schedule, after each pass that they run through.  It holds every value of a step on
+    every rank, so use a small model or batch; on real ranks all call it, and each runs all of them by itself.
 
     Args:
         graph: any Graph, called before or not.
@@ -56,8 +60,8 @@ def check(
         A Report: print it, or ``assert gz.check(...)``.
 
     Raises:
-        ConfigError: for another dtype, modules on the meta device, or a pass of the user's that runs on the parts of
-            pipeline stages: programs are compared up to the one that is cut into parts.
+        ConfigError: for another dtype, modules on the meta device, or a program that is not what its last pass has
+            returned: an extension of plans has put it there.
         CaptureError: for a step that cannot be captured.
         Exception: whatever an op raises on the way, with a note that shows its line.
     """
@@ -78,7 +82,6 @@ def _compare(
     with graph.prepared_call(f"gz.check of {graph.name}", args, kwargs) as prepared:
         prepared.source.ranks.agree(CHECK)
         program = prepared.program
-        _check_passes(graph, program)
         prepared.call.state.check_real()
         with torch.no_grad():
             start = start_of(prepared, dtype is not None)
@@ -93,30 +96,24 @@ def _compare(
         return second if report.agrees else with_second(report, second)
 
 
-def _check_passes(graph: Graph, program: StepProgram) -> None:
-    """Raise ConfigError for a pass of the user's that only ran on parts of pipeline stages."""
-    compared = Counter(record.name for record in program.history)
-    for pass_, after in graph.config.settings.user_passes if program.pipeline is not None else ():
-        compared[pass_name(pass_)] -= 1
-        if compared[pass_name(pass_)] < 0:
-            raise ConfigError(
-                f"gz.check of {graph.name}: pass {pass_name(pass_)}, after {after}, runs on the parts of each pipeline "
-                "stage, and gz.check compares programs before they are cut into parts\n  Check it in a Graph without "
-                'stages, or add it after an earlier pass: config.add_pass(pass_, after="localize")'
-            )
-
-
 def _result_name(node: Any, specs: list[Any]) -> str:
     role = value.role_of(node)
     spec = next((spec for spec in specs if spec.placeholder == node.name), None)
     return f"new {spec.param}/{spec.key}" if spec is not None else f"new {role.path if role else node.name}"
 
 
+def _differ_after(what: str) -> str:
+    return f"After {what} these differ from the captured step:"
+
+
 class _Check:
     def __init__(
         self, start: StepStart, names: Mapping[str, str], program: StepProgram, device: str, rtol: float | None
     ) -> None:
-        self.start, self.names, self.history, self.device = start, names, program.history, device
+        self.start, self.names, self.program, self.device = start, names, program, device
+        self.history = program.history
+        pipeline = program.pipeline
+        self.final_parts = [str(part.graph) for part in pipeline.parts.parts] if pipeline is not None else []
         self.padded = program.captured.padded
         self.captured = self._run_stages(self.history[0].before)
         self.rtol = tolerance(self.captured.program, start.is_wide) if rtol is None else rtol
@@ -126,7 +123,7 @@ class _Check:
     def compare_stages(self) -> Report:
         stages = [self._against_eager()]
         where = "" if stages[0].agrees else "captured"
-        changed_by, text = "", str(self.history[0].before)
+        changed_by, text, final = "", str(self.history[0].before), str(self.program.graph)
         if where:
             self._note_capture(stages[0])
         for i, record in enumerate(self.history):
@@ -137,23 +134,77 @@ class _Check:
             if text == before:
                 stages.append(Stage(record.name, same=True))
                 continue
-            stages.append(self._compared(record.name, self._run_stages(graph)))
+            is_final = text == final and self.program.pipeline is None
+            stages.append(self._compared(record.name, self._run_stages(graph, is_final=is_final)))
             if not where and not stages[-1].agrees:
                 where = record.name
                 changed_by = self._note_pass(i, stages[-1])
+        self._check_final([text], [final])
+        if self.program.pipeline is not None:
+            where = self._compare_parts(stages, where)
         nonfinite = self._note_nonfinite()
         numbers = "float64" if self.start.is_wide else "its own dtypes"
         return Report(
             self.start.step.name, numbers, self.rtol, tuple(stages), where, changed_by, nonfinite, tuple(self.notes)
         )
 
-    def _run_stages(self, graph: Any, watch: bool = False) -> StageRun:
-        graph = widen_program(graph) if self.start.is_wide else graph
+    def _compare_parts(self, stages: list[Stage], where: str) -> str:
+        """Add a stage for the program cut into parts, and one for each pass that ran on these; returns ``where``."""
+        assert self.program.pipeline is not None
+        parts = self.program.pipeline.parts.parts
+        graphs = [part.history[0].before for part in parts]
+        stages.append(self._compared(CUT, self._run_parts(graphs)))
+        if not where and not stages[-1].agrees:
+            where = CUT
+            self.notes.append("\n".join([_differ_after("the cut into parts"), *beyond_lines(stages[-1].beyond)]))
+        for records in zip(*(part.history for part in parts), strict=True):
+            before, name = graphs, records[0].name
+            graphs = [record.after for record in records]
+            changed = [n for n, pair in enumerate(zip(before, graphs, strict=True)) if str(pair[0]) != str(pair[1])]
+            if not changed:
+                stages.append(Stage(name, same=True))
+                continue
+            stages.append(self._compared(name, self._run_parts(graphs)))
+            if not where and not stages[-1].agrees:
+                where = name
+                self._note_parts(records, before, graphs, changed, stages[-1])
+        self._check_final(list(map(str, graphs)), self.final_parts)
+        return where
+
+    def _check_final(self, compared: list[str], final: list[str]) -> None:
+        """Raise ConfigError where what has been compared last is not what runs."""
+        if compared != final:
+            raise ConfigError(
+                f"gz.check of {self.start.step.name}: the program that runs is not what its last pass has returned, so "
+                "it has not been compared\n  An extension of plans has put it there: let it return what best(options) "
+                "gives"
+            )
+
+    def _run_stages(self, graph: StepGraph, watch: bool = False, is_final: bool = False) -> StageRun:
+        with self._numbers():
+            return run_stage(self._widened(graph), self.start.values, self.names, self.device, watch, is_final)
+
+    def _run_parts(self, graphs: Sequence[StepGraph]) -> StageRun:
+        program, pipeline = self.program.graph, self.program.pipeline
+        assert pipeline is not None
+        if self.start.is_wide:  # whose values have other sizes than those that wait on the host
+            pipeline = replace(pipeline, round_trips=())
+        with self._numbers():
+            final = {i for i, graph in enumerate(graphs) if str(graph) == self.final_parts[i]}
+            parts, values = [self._widened(graph) for graph in graphs], self.start.values
+            return run_parts(self._widened(program), pipeline, parts, values, self.names, self.device, final)
+
+    def _widened(self, graph: StepGraph) -> StepGraph:
+        return widen_program(graph) if self.start.is_wide else graph
+
+    @_compat.contextmanager
+    def _numbers(self) -> Iterator[None]:
+        """Python's numbers become tensors of float64 where that is what is compared."""
         default = torch.get_default_dtype()
         try:
             if self.start.is_wide:
                 torch.set_default_dtype(torch.float64)
-            return run_stage(graph, self.start.values, self.names, self.device, watch)
+            yield
         finally:
             torch.set_default_dtype(default)
 
@@ -207,9 +258,27 @@ class _Check:
         record = self.history[index]
         before, after = self._run_stages(record.before, watch=True), self._run_stages(record.after, watch=True)
         name, text = first_difference(before, after, self.rtol)
-        head = [f"After pass {record.name} these differ from the captured step:", *beyond_lines(stage.beyond)]
+        head = [_differ_after(f"pass {record.name}"), *beyond_lines(stage.beyond)]
         self.notes.append("\n".join([*head, "", text]))
         return name
+
+    def _note_parts(
+        self, records: Sequence[Record], before: list[StepGraph], after: list[StepGraph], changed: list[int],
+        stage: Stage,
+    ) -> None:  # fmt: skip
+        """Note in which parts of ``changed`` a pass is at fault: of those that alone make results differ."""
+        assert self.program.pipeline is not None
+        keys = [str(part.key) for part in self.program.pipeline.parts.parts]
+        alone = [[*before[:n], after[n], *before[n + 1 :]] for n in changed]
+        wrong = [n for n, graphs in zip(changed, alone, strict=True) if not self._agrees(graphs)] or changed
+        diff = records[wrong[0]].diff().splitlines()
+        more = [f"    ... and {len(diff) - _SHOWN} more lines"] if len(diff) > _SHOWN else []
+        lines = [_differ_after(f"pass {stage.name} on parts"), *beyond_lines(stage.beyond), ""]
+        lines += [f"What it did to {', '.join(keys[n] for n in wrong)} is wrong. In {keys[wrong[0]]}:", ""]
+        self.notes.append("\n".join([*lines, *(f"    {line}" for line in diff[:_SHOWN]), *more]))
+
+    def _agrees(self, graphs: Sequence[StepGraph]) -> bool:
+        return self._compared("", self._run_parts(graphs)).agrees
 
     def _note_nonfinite(self) -> str:
         name, text = first_nonfinite(self.captured)

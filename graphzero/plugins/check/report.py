@@ -14,9 +14,10 @@ KINDS = ("outputs", "gradients", "parameters", "states")
 class Stage:
     """One run that was compared.
 
-    name: "captured", or the pass it follows.  ranks: it ran on.  same: the pass changed nothing, so nothing ran.
-    differences: the largest relative difference by kind: "outputs" (norms too), "gradients", "parameters" (buffers
-    too) and "states"; a kind that was not compared is absent.  beyond: what differs beyond rounding -> by how much.
+    name: "captured", the pass it follows, or "cut into parts".  ranks: it ran on.  same: the pass changed nothing, so
+    nothing ran.  differences: the largest relative difference by kind: "outputs" (norms too), "gradients", "parameters"
+    (buffers too) and "states"; a kind that was not compared is absent.  beyond: what differs beyond rounding -> by how
+    much.
     """
 
     name: str
@@ -39,9 +40,10 @@ class Report:
         name: of the Graph.  numbers: the dtype it was checked in, as text.  rtol: what counted as rounding.
         stages: the captured step, against plain PyTorch; then the program after each pass, against the captured step.
         where: "" if all agree; "captured" if the captured step differs from plain PyTorch; else the first pass after
-            which results differ.
+            which results differ, or "cut into parts", of pipeline stages.
         is_rounding: what differs is gone in float64.
-        value: name of the first value, in program order, that differs there; "" if none does or none is known.
+        value: name of the first value, in program order, that differs there; "" if none does or none is known, as in
+            parts of pipeline stages.
         nonfinite: name of the first value that is inf or nan although the operands of its op are not, if that reaches
             a result; else "".
         notes: the paragraphs after the table.

@@ -2,12 +2,12 @@
 
 Up to ``propagate`` a program speaks of global values only, and runs op by op on one rank, whatever its pins say.
 From there on, and where it holds per-rank code, it runs on virtual ranks, lowered by the built-in passes that are
-still to come.
+still to come.  The parts of pipeline stages run in the order of their schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +19,12 @@ from graphzero import _compat
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_name
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.pipeline_parts import PipelineProgram
 from graphzero.ir.text.printer import print_line
 from graphzero.ir.transfer import delivered
 from graphzero.ops import AS_GLOBAL
 from graphzero.runtime import kernels
-from graphzero.testing.simulate import RankValues, lower_program, run_program
+from graphzero.testing.simulate import RankValues, lower_parts, lower_program, run_program
 
 _SEEN = "__seen_"
 _HIDDEN = (ops.assign, ops.launch, ops.wait, *ops.HOST_COPIES)
@@ -34,24 +35,27 @@ class StageRun:
     """Results of one run.
 
     program: the graph that ran.  results: outputs, norms, gradients, new states.  values: every tensor by the name
-    that it prints as; on ranks only if the run was watched.
+    that it prints as; on ranks only if the run was watched.  members: of ``pp``, each of as many ranks.
     """
 
     program: StepGraph
     results: dict[str, RankValues]
     values: dict[str, RankValues]
+    members: int = 1
 
     @property
     def ranks(self) -> int:
-        return 1 if _is_global(self.program) else self.program.placement.size
+        return 1 if _is_global(self.program) else self.program.placement.size * self.members
 
 
 def run_stage(
-    graph: StepGraph, values: Mapping[str, Any], names: Mapping[str, str], device: str, watch: bool = False
-) -> StageRun:
+    graph: StepGraph, values: Mapping[str, Any], names: Mapping[str, str], device: str, watch: bool = False,
+    is_final: bool = False,
+) -> StageRun:  # fmt: skip
     """Run ``graph`` from whole values by placeholder.
 
-    names: how a placeholder's new value is called among the results.  watch: keep every value.
+    names: how a placeholder's new value is called among the results.  watch: keep every value.  is_final: run it as it
+    is, lowered by no pass.
     Raises whatever an op raises, with a note that shows its line.
     """
     if _is_global(graph):
@@ -64,12 +68,30 @@ def run_stage(
             name: RankValues([computed[x] if isinstance(x, fx.Node) else x], (), ()) for name, x in results.items()
         }
         return StageRun(graph, outputs, tensors)
-    program = lower_program(graph, device_type=device)
+    program = lower_program(graph, device_type=device, is_final=is_final)
     watched = _watched(program) if watch else program
     everything = run_program(watched, {node.name: values[node.name] for node in watched.placeholders()})
     seen = {name.removeprefix(_SEEN): x for name, x in everything.items() if name.startswith(_SEEN)}
+    return StageRun(program, _named(everything, names), seen)
+
+
+def run_parts(
+    graph: StepGraph, pipeline: PipelineProgram, parts: Sequence[StepGraph], values: Mapping[str, Any],
+    names: Mapping[str, str], device: str, final: Collection[int],
+) -> StageRun:  # fmt: skip
+    """Run ``parts``, at any stage of their own passes, as the schedule does; otherwise as ``run_stage``.
+
+    final: numbers of those that run as they are.
+    """
+    program, lowered = lower_parts(graph, pipeline, parts, device, final)
+    results = run_program(program, {node.name: values[node.name] for node in program.placeholders()}, lowered)
+    return StageRun(program, _named(results, names), {}, pipeline.schedule.ranks)
+
+
+def _named(results: Mapping[str, RankValues], names: Mapping[str, str]) -> dict[str, RankValues]:
+    """Results of a program, new states under their own names."""
     states = {f"new {name}": called for name, called in names.items()}
-    return StageRun(program, {states.get(n, n): x for n, x in everything.items() if not n.startswith(_SEEN)}, seen)
+    return {states.get(name, name): x for name, x in results.items() if not name.startswith(_SEEN)}
 
 
 def _is_global(graph: StepGraph) -> bool:
