@@ -22,9 +22,9 @@ from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.placement_checks import check_kept, check_trained_apart
 from graphzero.runtime.tensors import shards
-from graphzero.runtime.tensors.relocate import check_ranks, describe_distribution, nd_here, relocate
 from graphzero.runtime.tensors.shards import global_shape, is_whole, wrap
 from graphzero.runtime.tensors.stage_tensors import own_member
+from graphzero.runtime.tensors.submesh import check_ranks, describe_distribution, nd_here, relocate
 from graphzero.runtime.world.consensus import PLACE, Ranks, digest
 from graphzero.runtime.world.launch import has_fake_world, located
 from graphzero.runtime.world.world import device_of

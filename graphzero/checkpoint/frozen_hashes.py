@@ -12,7 +12,7 @@ from graphzero.checkpoint.files.blocks import sha256_of
 from graphzero.checkpoint.files.index import StoredTensor
 from graphzero.errors import CheckpointError, shorten_list
 from graphzero.runtime.tensors.resplit import whole
-from graphzero.runtime.tensors.shards import local_of
+from graphzero.runtime.tensors.shards import local_of, position_of
 from graphzero.sbp.placement import Placement
 
 
@@ -38,7 +38,7 @@ def find_changed(
     stored, params: by name, of the same shapes.  is_first_alone: of a plain tensor the first rank's values count.
     """
     parts_of_params = save_plan.assign_chunks(list(params.values()), placement, is_first_alone)
-    here, changed = save_plan.rank_position(placement), []
+    here, changed = position_of(placement), []
     for (name, x), parts in zip(params.items(), parts_of_params, strict=True):
         saved_hashes = {chunk: text for text, chunk in stored[name].hashes}
         if {part.chunk for _, part in parts} == saved_hashes.keys():

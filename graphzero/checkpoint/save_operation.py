@@ -20,6 +20,7 @@ from graphzero.checkpoint.files.markers import RankPart, SaveMarkers
 from graphzero.checkpoint.files.partial_checkpoint import PartialCheckpoint, final_path
 from graphzero.checkpoint.snapshot import CheckpointSnapshot
 from graphzero.errors import CheckpointError
+from graphzero.runtime.tensors.shards import position_of
 from graphzero.runtime.world.consensus import Ranks, Topic
 
 PATIENCE = 600.0  # seconds that a rank waits while nothing writes
@@ -121,7 +122,7 @@ class SaveOperation:
 
 def run_on_first_rank(ranks: Ranks, topic: Topic, make: Callable[[], Path]) -> Path:
     """The path that ``make`` gives on the first rank, on all ranks; all raise what it raises."""
-    path = ranks.agree_on(topic, lambda: make() if save_plan.rank_position(ranks.placement) == 0 else None, no_facts)
+    path = ranks.agree_on(topic, lambda: make() if position_of(ranks.placement) == 0 else None, no_facts)
     return Path(ranks.share(lambda: str(path)))
 
 

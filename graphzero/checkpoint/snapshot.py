@@ -17,7 +17,7 @@ from graphzero.checkpoint.files.index import CheckpointIndex
 from graphzero.checkpoint.files.json_values import to_json
 from graphzero.checkpoint.state_dict import collect
 from graphzero.errors import CheckpointError
-from graphzero.runtime.tensors.shards import local_of
+from graphzero.runtime.tensors.shards import local_of, position_of
 from graphzero.step.user_graph import UserGraph
 
 EXTRA = "extra"
@@ -47,7 +47,7 @@ class CheckpointSnapshot:
             self.tensors, self.placement, state.program is None,
             lambda name: name.startswith("modules.") and storage_id(local_of(self.tensors[name])) in frozen,
         )  # fmt: skip
-        self.position = save_plan.rank_position(self.placement)
+        self.position = position_of(self.placement)
 
     def _to_json(self, x: Any, path: str) -> Any:
         try:

@@ -5,18 +5,19 @@ Ranks meet at both ends of the block and nowhere in it.  How tensors are exchang
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from graphzero import _compat
 from graphzero.errors import CaptureError, ConfigError, GraphZeroError
 from graphzero.plan import Plan
 from graphzero.plan.plan import mega
 from graphzero.runtime.state import full_tensors, partial_update, preflight
-from graphzero.runtime.state.full_tensors import EagerWrite, FullTensor
+from graphzero.runtime.state.full_tensors import FullTensor
 from graphzero.runtime.state.layout import check_real
 from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.placement_checks import check_held
@@ -150,29 +151,27 @@ class FullParameters:
                 "before does so again. Convert a copy of the module (copy.deepcopy), and write in place"
             )
 
-    def _take(self, left: Iterable[EagerWrite]) -> None:
+    def _take(self, left: Sequence[tuple[FullTensor, Tensor]]) -> None:
         """Take what is the same on all ranks.  Raises CaptureError on all of them if anything is not."""
-        ranks, by_path = self._source.ranks, {change.target.entry.path: change for change in left}
-        values = {path: f"hash {content(change.values):x}" for path, change in by_path.items()} if ranks.active else {}
+        ranks = self._source.ranks
+        values = {one.entry.path: f"hash {content(x):x}" for one, x in left} if ranks.active else {}
         failure, differing = None, set[str]()
         try:
             ranks.agree_on(_WRITTEN, lambda: values, lambda values: values)
         except CaptureError as error:
             failure, differing = error, _differing(ranks.collect(values))
-        taken = [by_path[path] for path in by_path.keys() - differing]
+        taken = [(one, x) for one, x in left if one.entry.path not in differing]
         try:
-            for change in taken:
-                change.take_values()
+            for one, x in taken:
+                one.take_values(x)
         except BaseException as error:
             why = f"the end of full_parameters() of {self._source.name}, which takes what was written, ended half way"
             hint = "load a checkpoint, graph.load_state_dict(...), or make new modules and a new optimizer"
             reason = f"{why} ({type(error).__name__}: {error}); {hint}"
-            partial_update.mark((change.target.entry.tensor for change in taken), reason)
+            partial_update.mark((one.entry.tensor for one, _ in taken), reason)
             raise
         if failure is not None:
-            partial_update.mark(
-                (change.entry.tensor for change in self._shown if change.entry.path in differing), str(failure)
-            )
+            partial_update.mark((one.entry.tensor for one in self._shown if one.entry.path in differing), str(failure))
             raise failure
 
 

@@ -107,7 +107,7 @@ def _messages(executor: PipelineExecutor, passing: MessagePassing, local: int, m
     own.world = world  # type: ignore[assignment]
     own.allocate = lambda slot: [executor.allocate(slot)[local]]
     own.bind({name: [xs[local]] for one in executor.executors.values() for name, xs in one.bound.items()})
-    return own.begin_step()
+    return StepMessages(own)
 
 
 class MemberWorld:

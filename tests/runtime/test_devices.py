@@ -77,8 +77,8 @@ def run(graph):
 
     with FakeTensorMode(), Only(graph) as only:
         executor = Executor(graph, world)
-        executor.bind({name: made(name) for name in executor.program.persistent})
-        return executor.run_step({name: made(name) for name in executor.program.inputs}, meter=only)
+        executor.bind({name: made(name) for name in executor.program.places.persistent})
+        return executor.run_step({name: made(name) for name in executor.program.places.inputs}, meter=only)
 
 
 def language(model, ids):

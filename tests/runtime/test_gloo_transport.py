@@ -22,9 +22,8 @@ from graphzero import _compat
 from graphzero.errors import RankError
 from graphzero.runtime.transport.gloo_transport import GlooTransport
 from graphzero.runtime.transport.p2p_collectives import PeerCollectives
-from graphzero.runtime.transport.process_monitor import WaitState
+from graphzero.runtime.transport.process_monitor import WaitState, watch_connections
 from graphzero.runtime.transport.transport import Transport
-from graphzero.runtime.transport.watch_connections import watch_connections
 
 NOTHING = torch.empty(0)
 GLOBAL = [4, 7, 2]  # numbers of the ranks in the world

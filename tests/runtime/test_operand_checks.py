@@ -6,7 +6,7 @@ from torch import nn
 
 import graphzero as gz
 from graphzero.errors import VerifyError
-from graphzero.runtime.execute.conditions import CONDITIONS, guarded
+from graphzero.runtime.execute.conditions import CONDITIONS, KernelGuard
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.testing import assert_same_step
@@ -61,7 +61,7 @@ def ones(*shape):
     lambda: torch.ops.graphzero.attention_backward(*[ones(1, 2, 8, 4)] * 5, ones(1, 2, 1), None, False, 0.5),
 ])  # fmt: skip
 def test_operands_of_sizes_that_a_kernel_would_believe_are_refused(call):
-    with guarded(), pytest.raises(VerifyError, match="its kernel does not check that"):
+    with KernelGuard(), pytest.raises(VerifyError, match="its kernel does not check that"):
         call()
 
 

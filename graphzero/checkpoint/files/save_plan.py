@@ -24,7 +24,7 @@ from graphzero.checkpoint.files.json_values import STORED
 from graphzero.checkpoint.files.markers import RankPart
 from graphzero.checkpoint.files.partial_checkpoint import PartialCheckpoint
 from graphzero.errors import CheckpointError
-from graphzero.runtime.tensors.shards import local_of, memory_key, position_of
+from graphzero.runtime.tensors.shards import local_of, memory_key
 from graphzero.runtime.tensors.stage_tensors import home_of, own_member
 from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.sbp.placement import Placement
@@ -161,10 +161,6 @@ def _check_savable(x: Tensor, name: str) -> None:
 def local_views(items: Sequence[WriteItem], tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """Views of what this rank writes, in order."""
     return [item.part.local.view_in(local_of(tensors[item.tensor])) for item in items]
-
-
-def rank_position(placement: Placement) -> int:
-    return 0 if placement.virtual else position_of(placement)
 
 
 # ---- writing

@@ -16,18 +16,12 @@ from graphzero._compat import storage_id
 from graphzero.checkpoint.state_dict.validate import ValidStateDict
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state import partial_update
+from graphzero.runtime.state.layout import lay_out
 from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.resplit import resplit, whole
 from graphzero.runtime.tensors.shards import as_dtensor, is_whole, local_of
-from graphzero.runtime.tensors.stage_tensors import (
-    as_stage_tensor,
-    connect_axes,
-    home_of,
-    on_stage,
-    own_member,
-    without_values,
-)
+from graphzero.runtime.tensors.stage_tensors import connect_axes, home_of
 from graphzero.runtime.tensors.submesh import on_mesh_of, on_whole
 from graphzero.sbp.types import Nd
 
@@ -114,12 +108,8 @@ def _split_as(given: Tensor, nd: Nd, state: State, home: int | None = None) -> T
     if isinstance(given, DTensor) and home_of(given, everyone) not in (None, home):
         given = whole(given, everyone)
     if home is not None:
-        if not isinstance(given, DTensor):
-            return on_stage(given.to(state.world.device), everyone, home, nd)
-        if own_member(everyone) != home:
-            return without_values(given.shape, given.dtype, state.world.device, everyone, home, nd)
         connect_axes(everyone)
-        return as_stage_tensor(resplit(on_whole(given, state.placement), nd, everyone), everyone, home)
+        return lay_out(given.to(state.world.device), nd, state.world, "a value", home=home).tensor
     if isinstance(given, DTensor):
         return resplit(on_whole(given, state.placement), nd, everyone)
     return as_dtensor(given.to(state.world.device), state.placement, nd)

@@ -12,7 +12,6 @@ a time before a page that may not be read.  A condition is given the operands by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
 from types import SimpleNamespace
@@ -353,10 +352,6 @@ class KernelGuard(TorchDispatchMode):
                     "use it"
                 ) from None
         return func(*args, **(kwargs or {}))
-
-
-def guarded() -> AbstractContextManager[Any]:
-    return KernelGuard()  # type: ignore[no-untyped-call]
 
 
 def _by_name(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -25,7 +25,7 @@ from graphzero.ir.text.printer import print_line
 from graphzero.ir.transfer_layout import shape_on
 from graphzero.ir.verifier.stream_order import check_streams
 from graphzero.ir.verifier.verify import examine
-from graphzero.runtime.execute.conditions import guarded
+from graphzero.runtime.execute.conditions import KernelGuard
 from graphzero.runtime.execute.program import Program, compile_graph
 from graphzero.runtime.execute.region_compiler import RegionOp, region_compiler
 from graphzero.runtime.execute.steps import Env, Meter
@@ -91,6 +91,7 @@ class Executor:
             them ran; None before a run, and when what follows from it is done too, see ``finish``.
         slots: communication slot -> its bytes, one uint8 tensor per local rank; allocated by the first ``bind`` or
             ``run``, then kept.
+        bound: placeholder name -> the tensors it is bound to.
 
     Raises:
         VerifyError: for a graph that no runtime can execute.
@@ -102,7 +103,7 @@ class Executor:
         checking: bool = False, slots: SlotBuffers | None = None,
     ):  # fmt: skip
         examine(graph)
-        self._guard = guarded() if graph.is_read else nullcontext()
+        self._guard: Any = KernelGuard() if graph.is_read else nullcontext()  # type: ignore[no-untyped-call]
         written, calls = graph, None if graph.is_read else region_compiler(kind, world)
         if calls is not None:
             graph = calls.join(graph)
@@ -120,8 +121,8 @@ class Executor:
         self._count = len(world.local_ranks)
         self._template: list[Env] = []
         self._placeholders = {node.name: node for node in graph.placeholders()}
-        self._missing = set(self.program.persistent)
-        self._bound: dict[str, list[Tensor]] = {}
+        self._missing = set(self.program.places.persistent)
+        self.bound: dict[str, list[Tensor]] = {}
         self._names_at: dict[int, list[str]] | None = None  # what is bound by where it lies; None: look
         self._writes_to_host = any(node.target is ops.to_host_launch for node in graph.nodes)
         self._autocasts = [kind for kind in {world.device.type, "cpu"} if torch.amp.is_autocast_available(kind)]
@@ -138,35 +139,30 @@ class Executor:
         self._allocate()
         self._names_at = None
         for name, tensors in values.items():
-            place = self.program.persistent[name]
+            place = self.program.places.persistent[name]
             self._check(name, tensors)
             detached = [tensor.detach() for tensor in tensors]  # shares storage; no reader builds an autograd graph
             for template, tensor in zip(self._template, detached, strict=True):
                 template[place] = tensor
-            self._bound[name] = detached
+            self.bound[name] = detached
             self._missing.discard(name)
 
     def release(self, x: Tensor) -> None:
         """Let go of what is bound where the values of ``x`` begin; ``bind`` must give it again before a run."""
         if self._names_at is None:
             self._names_at = {}
-            for name, tensors in self._bound.items():
+            for name, tensors in self.bound.items():
                 self._names_at.setdefault(tensors[0].data_ptr(), []).append(name)
         for name in self._names_at.pop(_compat.local_tensor(x).data_ptr(), ()):
             for template in self._template:
-                template[self.program.persistent[name]] = None
-            del self._bound[name]
+                template[self.program.places.persistent[name]] = None
+            del self.bound[name]
             self._missing.add(name)
 
     @property
     def is_bound(self) -> bool:
         """Whether every persistent placeholder has its tensors."""
         return not self._missing
-
-    @property
-    def bound(self) -> Mapping[str, list[Tensor]]:
-        """Placeholder name -> the tensors it is bound to."""
-        return self._bound
 
     def _allocate(self) -> None:
         if self._template:
@@ -176,14 +172,14 @@ class Executor:
             for slot in self._slot_bytes:
                 self.slots[slot] = self._slot_buffers.allocate(slot)
             arena = self.world.arena
-            arena.grow(self.program.arena_bytes)
+            arena.grow(self.program.rooms.nbytes)
             templates: list[Env] = []
             for local, constants in enumerate(self.program.constants):
                 for place, slot, exchanges in self.program.slotted:
                     constants[place] = exchanges[local].within(self.slots[slot][local])
-                for room in self.program.rooms:
+                for room in self.program.rooms.all:
                     constants[room.place] = arena.view(local, room.offset, room.shapes[local], room.dtype)
-                template = [None] * self.program.size
+                template = [None] * self.program.places.size
                 for place, constant in constants.items():
                     template[place] = constant
                 templates.append(template)
@@ -206,9 +202,9 @@ class Executor:
 
     def numbers(self, inputs: Mapping[str, Sequence[Any]]) -> dict[int, Any]:
         """The host numbers of a run by their places: those that it is given, and those computed from them."""
-        places = self.program.inputs
+        places = self.program.places.inputs
         given = {places[name]: inputs[name][0] for name in places if value.is_scalar(self._placeholders[name])}
-        e: Env = [None] * self.program.size
+        e: Env = [None] * self.program.places.size
         for place, number in given.items():
             e[place] = number
         if self.program.host is not None:
@@ -251,8 +247,8 @@ class Executor:
                         at += 1
                 else:
                     meter.register("communication", [slots[0] for slots in self.slots.values()])
-                    if self.program.rooms:
-                        meter.register("arena", self.world.arena.whole(0), self.program.arena_bytes)
+                    if self.program.rooms.all:
+                        meter.register("arena", self.world.arena.whole(0), self.program.rooms.nbytes)
                     for step in self.program.steps:
                         step.metered(envs, meter)
                         at += 1
@@ -285,10 +281,10 @@ class Executor:
         if self._missing:
             names = shorten_list(sorted(self._missing))
             raise GraphZeroError(f"bind() was not given {names} of graph {self.graph.name}")
-        absent = [name for name in self.program.inputs if name not in inputs]
+        absent = [name for name in self.program.places.inputs if name not in inputs]
         if absent:
             raise GraphZeroError(f"run() was not given {shorten_list(absent)} of graph {self.graph.name}")
-        for name, place in self.program.inputs.items():
+        for name, place in self.program.places.inputs.items():
             values = inputs[name]
             if len(values) != self._count:
                 raise GraphZeroError(
@@ -336,7 +332,7 @@ class Executor:
 def _operands(node: fx.Node, e: Env, program: Program) -> Iterator[str]:
     """The operands' lines, with the shape that this rank really holds."""
     for operand in dict.fromkeys(node.all_input_nodes if node.op != "output" else ()):
-        operand_value = e[program.places[operand.name]]
+        operand_value = e[program.places.of[operand]]
         shape = f"    here {list(operand_value.shape)}" if isinstance(operand_value, Tensor) else ""
         yield f"{print_line(operand)}{shape}"
 

@@ -97,7 +97,7 @@ class PipelineExecutor:
     def bind(self, values: Mapping[str, Sequence[Tensor]]) -> None:
         """Give the persistent placeholders of all parts their tensors; see ``Executor.bind``."""
         for executor in self.executors.values():
-            names = executor.program.persistent
+            names = executor.program.places.persistent
             executor.bind({name: tensors for name, tensors in values.items() if name in names})
         if self.messages is not None:
             self.messages.bind(values)
@@ -134,7 +134,7 @@ class PipelineExecutor:
     def run_step(self, inputs: Mapping[str, Sequence[Any]], meter: Meter | None = None) -> Results:
         """One step; see ``Executor.run_step``."""
         self.finish()  # what an earlier run that failed has left
-        self._step = step = self.messages.begin_step() if self.messages is not None else None
+        self._step = step = StepMessages(self.messages) if self.messages is not None else None
         values = StageValues({}, self._readers.copy(), step)
         try:
             for launch in self.launches:
@@ -210,7 +210,7 @@ class PipelineExecutor:
     def _inputs_of(self, call: PartCall, inputs: Mapping[str, Sequence[Any]], values: StageValues) -> ReleasedInputs:
         """Return the inputs of a call, and let go of those that no later call reads."""
         part = self.pipeline.parts.parts[call.part]
-        names = self.executors[call.part].program.inputs
+        names = self.executors[call.part].program.places.inputs
         given = ReleasedInputs({name: inputs[name] for name in names if name in inputs})
         if part.micro_batch:
             given[part.micro_batch] = [call.micro_batch] * len(self.world.local_ranks)

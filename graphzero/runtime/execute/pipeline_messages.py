@@ -53,9 +53,6 @@ class MessagePassing:
         """Whether a value lies in memory that outlives the step, which the step may write before it is read."""
         return _compat.storage_id(x) in self._storages
 
-    def begin_step(self) -> StepMessages:
-        return StepMessages(self)
-
 
 class StepMessages:
     """The messages of one step, by their numbers.  is_shared: whether scalars of the state begin to be received."""

@@ -26,7 +26,7 @@ from graphzero.ir.streams.places import Places
 from graphzero.ops import CHECK
 from graphzero.runtime import kernels
 from graphzero.runtime.execute import checks
-from graphzero.runtime.execute.code import Code, Room, Rooms
+from graphzero.runtime.execute.code import Code, Rooms
 from graphzero.runtime.execute.collectives import Transfers
 from graphzero.runtime.execute.packing import Exchange
 from graphzero.runtime.execute.region_compiler import RegionCompiler, RegionOp
@@ -44,28 +44,23 @@ class Program:
 
     steps: segments and barriers, in order; first_write: number of the first that writes a state, -1
         for none; host: host numbers, computed once for all ranks.
-    size: places of an environment; constants: per local rank, what is in which place from the start.
+    places: of values in an environment; host_places: what ``host`` fills.
+    constants: per local rank, what is in which place from the start.
     slotted: exchanges that work within communication slots: (place, slot, one exchange per local rank).
-    persistent, inputs: place of each placeholder by name; host_places: what ``host`` fills.
     outputs, aux: place, or a literal wrapped in a 1-tuple.
-    rooms: where results are put in the arena, of which it needs ``arena_bytes``.
-    places: of every value by name.
+    rooms: where results are put in the arena.
     """
 
     steps: list[Step]
     first_write: int
     host: Segment | None
     host_places: list[int]
-    size: int
+    places: Places
     constants: list[dict[int, Any]]
     slotted: list[tuple[int, int, list[Exchange]]]
-    persistent: dict[str, int]
-    inputs: dict[str, int]
     outputs: list[Any]
     aux: dict[str, Any]
-    rooms: list[Room]
-    arena_bytes: int
-    places: dict[str, int]
+    rooms: Rooms
 
 
 def compile_graph(
@@ -203,21 +198,16 @@ class _Compiler:
         self.code.fill(node, f"{call}(given)", before=f"given = [{operands}]; " + f"{given}None; " * bool(given))
 
     def _program(self) -> Program:
-        graph, code, places, transfers = self.graph, self.code, self.places, self.transfers
-        final = {**places.of, **self.writes.saved}
+        graph, code, final = self.graph, self.code, {**self.places.of, **self.writes.saved}
         return Program(
             steps=code.steps,
             first_write=self.writes.first_step,
             host=code.host(),
             host_places=code.host_places,
-            size=places.size,
+            places=self.places,
             constants=code.constants,
-            slotted=transfers.slotted,
-            persistent=places.persistent,
-            inputs=places.inputs,
+            slotted=self.transfers.slotted,
             outputs=[final[x] if isinstance(x, fx.Node) else (x,) for x in graph.outputs],
             aux={name: final[node] for name, node in graph.aux.items()},
-            rooms=self.rooms.all,
-            arena_bytes=self.rooms.nbytes,
-            places={node.name: place for node, place in places.of.items()},
+            rooms=self.rooms,
         )

@@ -87,7 +87,8 @@ class Replayed(Executor):
         super().__init__(graph, world, *arguments, **settings)
         self.recorder, self.refusal, self.recorded = recorder, "", 0
         self._constants = constants(self.graph)
-        self._names = {self.program.places[name]: name for name in self._constants}
+        places = self.program.places.of
+        self._names = {places[node]: node.name for node in self.graph.nodes if node.name in self._constants}
         self._cells = Cells(world.device)
         self._fed: frozenset[int] = frozenset()
         self._warm: frozenset[int] | None = None  # what was fed in the last run, if it was one before a recording

@@ -47,25 +47,17 @@ class FullTensor:
         shape = self.entry.tensor.shape if self.is_split else self.memory.shape
         return now is not None and type_of(now) == (False, shape, self.memory.dtype)
 
+    def take_values(self, values: Tensor) -> None:
+        """Copy what eager code has left there into the original, in the memory that it had."""
+        original = self.entry.tensor
+        if isinstance(original, DTensor):
+            take_piece(original, values)
+        elif values.data_ptr() != self.memory.data_ptr():
+            self.memory.copy_(values)
+
 
 def type_of(x: Tensor) -> tuple[bool, torch.Size, torch.dtype]:
     return isinstance(x, DTensor), x.shape, x.dtype
-
-
-@dataclass(frozen=True)
-class EagerWrite:
-    """Values that eager code has left in the place of a tensor."""
-
-    target: FullTensor
-    values: Tensor
-
-    def take_values(self) -> None:
-        """Copy the values into the original, in the memory that it had."""
-        original = self.target.entry.tensor
-        if isinstance(original, DTensor):
-            take_piece(original, self.values)
-        elif self.values.data_ptr() != self.target.memory.data_ptr():
-            self.target.memory.copy_(self.values)
 
 
 def _tensor_dicts(kind: str, module: nn.Module) -> Mapping[str, Tensor | None]:
@@ -103,10 +95,10 @@ def put_in_modules(shown: Sequence[FullTensor], who: str) -> None:
             tree.put_tensor(one.entry, one.full)
 
 
-def restore_originals(shown: Sequence[FullTensor]) -> tuple[list[EagerWrite], list[str]]:
+def restore_originals(shown: Sequence[FullTensor]) -> tuple[list[tuple[FullTensor, Tensor]], list[str]]:
     """Put the originals back into the modules, in the memory that they had; no other rank is needed.
 
-    Returns what is to be taken into it, and the paths of those where something was that cannot be.  A whole buffer in
+    Returns what each is to take, and the paths of those where something was that cannot be.  A whole buffer in
     whose place eager code has put one of another shape or dtype is its own affair, and stays.
     """
     left, lost = [], []
@@ -115,7 +107,7 @@ def restore_originals(shown: Sequence[FullTensor]) -> tuple[list[EagerWrite], li
         original = entry.tensor
         if one.fits(current):
             assert current is not None
-            left.append(EagerWrite(one, current.detach()))
+            left.append((one, current.detach()))
             if original is not current and original.requires_grad != current.requires_grad:
                 original.requires_grad_(current.requires_grad)
         elif current is not None and current is not original and entry.kind == "buffer" and not one.is_split:

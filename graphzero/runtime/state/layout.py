@@ -98,22 +98,24 @@ def _virtual(tensor: Tensor, nd: Nd, world: World) -> TensorLayout:
 
 
 def filled(
-    shape: tuple[int, ...], dtype: torch.dtype, fill: float, nd: Nd, world: World, home: int | None = None
-) -> Tensor:
-    """A new tensor of one value as the user keeps it; on real ranks only this rank's piece is allocated.
+    shape: tuple[int, ...], dtype: torch.dtype, fill: float | None, nd: Nd, world: World, home: int | None = None,
+    plain: bool = True,
+) -> Tensor:  # fmt: skip
+    """A new tensor of one value, of any values if ``fill`` is None, as the user keeps it; on real ranks only this
+    rank's piece is allocated.
 
-    home: see ``lay_out``.
+    home, plain: see ``lay_out``.
     """
-    if home is not None and has_stages(world.whole):
-        if home != world.member:
-            return without_values(shape, dtype, world.device, world.whole, home, nd)
-        local = local_shape(shape, nd, world.placement.hierarchy, world.local_ranks[0])
-        full = torch.full(local, fill, dtype=dtype, device=world.device)
-        return wrap(full, world.whole.stage_mesh(home), nd, shape)
-    if world.placement.virtual or is_whole(nd):
-        return torch.full(shape, fill, dtype=dtype, device=world.device)
-    local = local_shape(shape, nd, world.placement.hierarchy, world.local_ranks[0])
-    return wrap(torch.full(local, fill, dtype=dtype, device=world.device), world.placement.mesh(), nd, shape)
+    placement, whole = world.placement, world.whole
+    home = home if has_stages(whole) else None
+    if home is not None and home != world.member:
+        return without_values(shape, dtype, world.device, whole, home, nd)
+    is_plain = home is None and (placement.virtual or plain and is_whole(nd))
+    here = shape if is_plain else local_shape(shape, nd, placement.hierarchy, world.local_ranks[0])
+    new = torch.empty(here, dtype=dtype, device=world.device)
+    if fill is not None:
+        new.fill_(fill)
+    return new if is_plain else wrap(new, placement.mesh() if home is None else whole.stage_mesh(home), nd, shape)
 
 
 def check_real(tensor: Tensor, what: str) -> None:

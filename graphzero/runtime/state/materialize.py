@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -13,7 +12,6 @@ from graphzero.runtime.state.layout import filled
 from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.state import Moved, State
 from graphzero.runtime.state.tensor_ref import TensorRef
-from graphzero.runtime.tensors.shards import is_whole, local_shape, wrap
 from graphzero.sbp.dtensor import annotate
 from graphzero.sbp.types import Nd
 
@@ -28,19 +26,11 @@ def allocate_tensors(state: State, entries: Mapping[str, tuple[ModuleTensor, Nd]
 
     homes: path -> the member of ``pp`` whose ranks alone keep it.
     """
-    news = {path: (_allocate(entry, nd, state, homes.get(path)), nd) for path, (entry, nd) in entries.items()}
-    replace_tensors(state, news)
-
-
-def _allocate(entry: ModuleTensor, nd: Nd, state: State, home: int | None) -> Tensor:
-    shape, placement, world = tuple(entry.tensor.shape), state.placement, state.world
-    dtype, device = entry.tensor.dtype, world.device
-    if home is not None:
-        return filled(shape, dtype, 0.0, nd, world, home)
-    if placement.virtual or is_whole(nd) and not isinstance(entry.tensor, DTensor):
-        return torch.empty(shape, dtype=dtype, device=device)
-    local = local_shape(shape, nd, placement.hierarchy, world.local_ranks[0])
-    return wrap(torch.empty(local, dtype=dtype, device=device), placement.mesh(), nd, shape)
+    new_tensors = {}
+    for path, (entry, nd) in entries.items():
+        shape, dtype, is_plain = tuple(entry.tensor.shape), entry.tensor.dtype, not isinstance(entry.tensor, DTensor)
+        new_tensors[path] = filled(shape, dtype, None, nd, state.world, homes.get(path), is_plain), nd
+    replace_tensors(state, new_tensors)
 
 
 def replace_tensors(state: State, new_tensors: Mapping[str, tuple[Tensor, Nd]]) -> None:

@@ -68,17 +68,9 @@ class ModuleTensor:
 
 def walk(modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, nn.Module]]:
     """Yield each module once, with the first path that leads to it, parents before children."""
-    seen: set[int] = set()
-    stack = [(name, module) for name, module in reversed(list(modules.items()))]
-    while stack:
-        path, module = stack.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        yield path, module
-        prefix = f"{path}." if path else ""
-        children = [(prefix + name, child) for name, child in module._modules.items() if child is not None]
-        stack.extend(reversed(children))
+    seen: set[nn.Module] = set()
+    for name, module in modules.items():
+        yield from module.named_modules(seen, name)
 
 
 def tensors(modules: Mapping[str, nn.Module]) -> dict[str, ModuleTensor]:

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graphzero import _compat
@@ -164,7 +164,11 @@ def _check_memory(
     if state.apart.get(graph) == locations:
         return {}
     tensors = {name_of_tensor(entry): entry.tensor for entry in entries.values()}
-    updated = {name_of_tensor(entries[node.meta["role"].of]): node for node in _updated(graph)}
+    updated = {
+        name_of_tensor(entries[node.meta["role"].of]): node
+        for node in graph.placeholders("param", "buffer")
+        if node.name in graph.updates
+    }
     named = {name_of(spec): tensor for spec, tensor in states.items()}
     written = {name for name, x in tensors.items() if x.requires_grad} | updated.keys() | named.keys()
     check_apart(tensors | named, written)
@@ -179,11 +183,6 @@ def _check_memory(
     state.apart[graph] = locations
     whole = {name for name, node in updated.items() if is_whole(value.nd_of(node))} | named.keys()
     return {name: place.shared for name, place in foreign.items() if place.shared and name in whole}
-
-
-def _updated(graph: StepGraph) -> list[fx.Node]:
-    """The parameters and buffers that a program writes."""
-    return [node for node in graph.placeholders("param", "buffer") if node.name in graph.updates]
 
 
 def _check_state(state: Any, spec: StateSpec, counts: bool) -> None:

@@ -120,7 +120,7 @@ class State:
         self.apart: WeakKeyDictionary[object, list[Any]] = WeakKeyDictionary()
         self._binding: Binding | None = None
         self._stateless: str | None = None  # see ``stateless``; None: look
-        self._nds: tuple[tuple[Mapping[str, ModuleTensor], int], tuple[Nd, ...]] | None = None
+        self._nds: tuple[Mapping[str, ModuleTensor], int, tuple[Nd, ...]] | None = None
         self._watch: ModulesWatch | None = None
         self._entries: dict[str, ModuleTensor] = {}
         self.is_started = False
@@ -181,10 +181,10 @@ class State:
 
     def given_nds(self, entries: Mapping[str, ModuleTensor]) -> tuple[Nd, ...]:
         """``given`` of all parameters and buffers; looked up again when a tensor, or an annotation, has changed."""
-        key = (entries, annotation_count())
-        if self._nds is None or self._nds[0][0] is not entries or self._nds[0][1] != key[1]:
-            self._nds = (key, tuple(map(self.given, entries.values())))
-        return self._nds[1]
+        count = annotation_count()
+        if self._nds is None or self._nds[0] is not entries or self._nds[1] != count:
+            self._nds = entries, count, tuple(map(self.given, entries.values()))
+        return self._nds[2]
 
     def placed(self, entries: Mapping[str, ModuleTensor], specs: Sequence[StateSpec]) -> dict[Role, Nd]:
         """SBP of parameters, buffers and states before ZeRO moves any; a parameter's states lie as it does."""

@@ -95,9 +95,9 @@ def wrap(local: Tensor, mesh: DeviceMesh, nd: Nd, shape: Sequence[int]) -> DTens
 
 
 def position_of(placement: Placement) -> int:
-    """Return the position of this process in a real placement."""
+    """Return the position of this process in a placement; 0 in a virtual one, of which it has all ranks."""
     flat: list[int] = placement.ranks.ravel().tolist()
-    return flat.index(dist.get_rank())
+    return 0 if placement.virtual else flat.index(dist.get_rank())
 
 
 def as_dtensor(whole: Tensor, placement: Placement, nd: Nd, mesh: DeviceMesh | None = None) -> DTensor:

@@ -79,14 +79,9 @@ def share_with_stages(x: Tensor, placement: Placement, member: int) -> None:
         return
     flat = x.view(-1).view(torch.uint8)
     if x.device.type != "cpu":
-        broadcast_along_pipeline(flat, placement, member)
+        axis = placement.axis(PIPELINE)  # from the rank at the same place on all other axes
+        source = placement.line(dist.get_rank(), axis)[member]
+        dist.broadcast(flat, src=source, group=placement.mesh().get_group(axis))
         return
     first = int(placement.without_pipeline(member).ranks.flat[0])
     communicator(placement.ranks.ravel().tolist()).fill(flat, first, f"what rank {first} holds")
-
-
-def broadcast_along_pipeline(x: Tensor, placement: Placement, member: int) -> None:
-    """Fill ``x`` with what it is on the rank of a member at the same place on all other axes; every rank calls it."""
-    axis = placement.axis(PIPELINE)
-    source = placement.line(dist.get_rank(), axis)[member]
-    dist.broadcast(x, src=source, group=placement.mesh().get_group(axis))

@@ -40,8 +40,8 @@ from torch import Tensor
 from graphzero import _compat
 from graphzero.errors import GraphZeroError, RankError
 from graphzero.logs import event
-from graphzero.runtime.transport.failure_diagnosis import FailureDiagnosis, late_text, lost_connection, rank_list
-from graphzero.runtime.transport.failure_report import LEFT, PAUSE, Attempt, FailureReport, ReportStore, describe
+from graphzero.runtime.transport.failure_diagnosis import FailureDiagnosis, LostConnection, late_text, rank_list
+from graphzero.runtime.transport.failure_report import DOING, LEFT, PAUSE, WAITING, Attempt, FailureReport, ReportStore
 from graphzero.runtime.transport.gloo_transport import GlooTransport
 from graphzero.runtime.transport.p2p_collectives import PeerCollectives
 from graphzero.runtime.transport.process_group_transport import ProcessGroupTransport
@@ -53,11 +53,11 @@ from graphzero.runtime.transport.process_monitor import (
     check_own_process,
     process_location,
     ranks_on_host,
+    watch_connections,
 )  # fmt: skip
 from graphzero.runtime.transport.shared_memory_connect import GLOO, connect_shared_memory, requested_transport
 from graphzero.runtime.transport.teardown import before_tear_down, tear_down_at_exit
 from graphzero.runtime.transport.transport import Transport
-from graphzero.runtime.transport.watch_connections import watch_connections
 
 _ENDING = 1.0  # seconds for other ranks to add a report
 _MAX: Any = dist.AllreduceOptions()
@@ -172,16 +172,16 @@ class Communicator:
             store.add("here", 1)
             while store.add("here", 0) < len(self.ids):
                 if store.add("reports", 0) or self._monitor.ended:
-                    raise lost_connection(self.rank, purpose)
+                    raise LostConnection(self.rank, purpose)
                 if time.monotonic() - began > self.limit:
-                    raise lost_connection(self.rank, purpose, is_silent=True)
+                    raise LostConnection(self.rank, purpose, is_silent=True)
                 time.sleep(pause)
                 pause = min(2 * pause, PAUSE)
             if not self._places:
                 self._places = {rank: pickle.loads(store.get(f"here {rank}")) for rank in self.ids}
                 self._monitor = self._watch({})
         except RuntimeError as error:  # the store's
-            raise lost_connection(self.rank, purpose, error) from error
+            raise LostConnection(self.rank, purpose, error) from error
 
     def _connect_group(self, name: str, ranks: Sequence[int], connect: Callable[..., Any]) -> Any:
         """Make a process group of some ranks, in a thread: a rank that has come may still stop, or end, on the way."""
@@ -192,10 +192,10 @@ class Communicator:
         try:
             while not attempt.wait(PAUSE):
                 if self._monitor.ended or own is not store and store.add("reports", 0):
-                    raise lost_connection(self.rank, "the connections of all ranks")
+                    raise LostConnection(self.rank, "the connections of all ranks")
             return attempt.result()
         except RuntimeError as error:
-            raise lost_connection(self.rank, "the connections of all ranks", error) from error
+            raise LostConnection(self.rank, "the connections of all ranks", error) from error
 
     def _generation_store(self) -> Any:
         return _compat.prefixed(f"generation {self.generation}", self._store)
@@ -216,7 +216,7 @@ class Communicator:
         try:
             begin(self._group).wait()
         except RuntimeError as error:
-            raise lost_connection(self.rank, purpose, error) from error
+            raise LostConnection(self.rank, purpose, error) from error
         self.wait_state.end()
 
     def all_reduce(self, x: Tensor, purpose: str) -> None:
@@ -272,7 +272,7 @@ class Communicator:
             if isinstance(error, RankError):
                 raised = self._diagnosis(reports).explain(error)
             else:
-                reports.add(FailureReport("stopped", [self.rank], self.label, self.number, describe(error)))
+                reports.add(FailureReport.of_error(self.rank, self.label, self.number, error))
         finally:  # also where that is interrupted
             self._close()
             self.release()
@@ -293,7 +293,7 @@ class Communicator:
         report.
         """
         ended, monitored = self._monitor.ended, self._monitor.monitored
-        ended = ended or set(ReportStore(self._generation_store()).ranks_marked(LEFT, self.ids) or ())
+        ended = ended or set(ReportStore(self._generation_store()).marks(LEFT, self.ids) or ())
         if ended or seconds < _ENDING or len(monitored) == len(self.ids) - 1:
             return sorted(ended)
         closed = set() if self._group is None else {self.ids[i] for i in _compat.lost_by_gloo(self._group)}
@@ -333,7 +333,7 @@ class Communicator:
     def _watch(self, remote: Mapping[int, socket.socket]) -> ProcessMonitor:
         return ProcessMonitor(
             self._places, remote, self.wait_state, self._disconnect_rank, self._break_groups, self._report_long_wait,
-            lambda doing: self._monitor_store(lambda reports: reports.tell_doing(self.rank, doing)),
+            lambda doing: self._monitor_store(lambda reports: reports.mark(DOING, self.rank, doing)),
         )  # fmt: skip
 
     def _disconnect_rank(self, rank: int) -> None:
@@ -355,8 +355,9 @@ class Communicator:
 
         def report(reports: ReportStore) -> None:
             others = set(self.ids) - {self.rank}
-            reports.mark_waiting(self.rank)
-            late = sorted(others.difference(reports.ranks_waiting(others, 3 * LONG_WAIT))) if is_again else []
+            reports.mark(WAITING, self.rank)
+            waiting = reports.marks(WAITING, others, 3 * LONG_WAIT) if is_again else None
+            late = [] if waiting is None else sorted(others.difference(waiting))
             if late:
                 text = late_text(self.rank, self.label, purpose, late, 2 * LONG_WAIT, self.limit)
                 event("waits", text, logging.WARNING, rank=self.rank, late=late)
@@ -364,7 +365,8 @@ class Communicator:
         self._monitor_store(report)
 
     def _log_wait_for(self, late: list[int], purpose: str, reports: ReportStore) -> None:
-        doing = "; ".join(f"rank {rank} is in {reports.doing_of(rank) or 'nothing of this call'}" for rank in late)
+        known = reports.marks(DOING, late) or {}
+        doing = "; ".join(f"rank {rank} is in {known.get(rank) or 'nothing of this call'}" for rank in late)
         text = f"rank {self.rank} has waited {LONG_WAIT:.0f} s or more in its {self.label} for {purpose}; {doing}"
         event("waits", text, logging.WARNING, rank=self.rank, late=late)
 

@@ -9,26 +9,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphzero.errors import RankError
-from graphzero.runtime.transport.failure_report import PAUSE, WAITED, FailureReport, ReportStore, describe
+from graphzero.runtime.transport.failure_report import PAUSE, WAITED, FailureReport, ReportStore
 
 _UNSURE = 3.0  # seconds for other ranks to find out why a connection is closed
 _FILES = 16  # file descriptors that connecting needs, about
 
 
 class LostConnection(RankError):
-    """A wait for all ranks that has failed; purpose: what was waited for."""
+    """A wait of ``rank`` for all ranks that has failed.
 
-    def __init__(self, message: str, purpose: str, is_silent: bool) -> None:
-        super().__init__(message, (), is_silent)
+    purpose: what was waited for.  error: of gloo or of the store.
+    """
+
+    def __init__(self, rank: int, purpose: str, error: RuntimeError | None = None, is_silent: bool = False) -> None:
+        text = str(error).lower()
+        reason = f": {_last_line(error)}{_files_left()}" if error is not None else ""
+        message = f"rank {rank} waited for {purpose}, and the connection is gone{reason}"
+        super().__init__(message, (), is_silent or "timed out" in text or "timeout after" in text)
         self.purpose = purpose
-
-
-def lost_connection(rank: int, purpose: str, error: RuntimeError | None = None, is_silent: bool = False) -> RankError:
-    """A wait of ``rank`` for all has failed; error: of gloo or of the store."""
-    if error is not None:
-        is_silent = "timed out" in str(error).lower() or "timeout after" in str(error).lower()
-    reason = f": {_last_line(error)}{_files_left()}" if error is not None else ""
-    return LostConnection(f"rank {rank} waited for {purpose}, and the connection is gone{reason}", purpose, is_silent)
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class FailureDiagnosis:
         began, ended = time.monotonic(), self.find_ended(0.0)
         while (report := self.reports.first_report()) is None and not ended:  # processes first, then the store
             if time.monotonic() - began > _UNSURE:  # nothing else reports anything: the failure is this rank's own
-                self.reports.add(FailureReport("stopped", [self.rank], self.label, self.number, describe(error)))
+                self.reports.add(FailureReport.of_error(self.rank, self.label, self.number, error))
                 return error
             time.sleep(PAUSE)
             ended = self.find_ended(time.monotonic() - began)
@@ -88,10 +86,10 @@ class FailureDiagnosis:
         """Report the ranks that do not wait after the job's timeout: those that wait are woken, and mark that."""
         self.close()
         others = [rank for rank in self.ids if rank != self.rank]
-        deadline, waiting = time.monotonic() + 1.0, self.reports.ranks_marked(WAITED, others)
+        deadline, waiting = time.monotonic() + 1.0, self.reports.marks(WAITED, others)
         while waiting is not None and len(waiting) < len(others) and time.monotonic() < deadline:
             time.sleep(PAUSE)
-            waiting = self.reports.ranks_marked(WAITED, others)
+            waiting = self.reports.marks(WAITED, others)
         late = list(error.ranks) if waiting is None else [rank for rank in others if rank not in waiting]
         text = (
             f"rank {self.rank} has waited {self.limit:.0f} s in this {self.label} for {rank_list(late)}, which "

@@ -8,6 +8,7 @@ with the rank that holds it, so no rank waits for it long.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ PATIENCE = 2.0  # seconds that a store may take to answer
 _LONGEST = 300  # characters of an error's text
 WAITED = "waited"  # a wait of this rank has failed
 LEFT = "left"  # this rank has released its connections: its script ends, which may take seconds
+WAITING, DOING = "waits", "doing"  # this rank waits now for all others; what it computes, for ranks that wait for it
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class FailureReport:
     label: str = ""
     number: int = 0
     text: str = ""
+
+    @classmethod
+    def of_error(cls, rank: int, label: str, number: int, error: BaseException) -> FailureReport:
+        """The report of a rank that has stopped."""
+        return cls("stopped", [rank], label, number, describe(error))
 
     def text_for(self, number: int) -> str:
         """The message for a rank whose own call has that number."""
@@ -75,32 +82,20 @@ class ReportStore:
 
         return within(PATIENCE, find)
 
-    def mark(self, event: str, rank: int) -> None:
-        """Record an event of this rank: ``WAITED`` or ``LEFT``."""
-        within(PATIENCE, lambda: self._store.set(f"{event} {rank}", "1"))
+    def mark(self, event: str, rank: int, text: str = "") -> None:
+        """Record an event of this rank, or what it is doing, with the time."""
+        within(PATIENCE, lambda: self._store.set(f"{event} {rank}", json.dumps([time.time(), text])))
 
-    def ranks_marked(self, event: str, ranks: list[int]) -> list[int] | None:
-        """Return those of ``ranks`` that have recorded the event; None where the store does not answer."""
-        return within(PATIENCE, lambda: [rank for rank in ranks if self._store.check([f"{event} {rank}"])])
+    def marks(self, event: str, ranks: Iterable[int], seconds: float = math.inf) -> dict[int, str] | None:
+        """Return the texts that those of ``ranks`` have recorded last, and no longer ago than so many seconds; None
+        where the store does not answer."""
 
-    def mark_waiting(self, rank: int) -> None:
-        """Record that this rank waits now."""
-        self._store.set(f"waits {rank}", str(time.time()))
+        def find() -> dict[int, str]:
+            keys = {rank: f"{event} {rank}" for rank in ranks}
+            texts = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+            return {rank: text for rank, (when, text) in texts.items() if time.time() - when < seconds}
 
-    def tell_doing(self, rank: int, doing: str) -> None:
-        """Record what this rank computes."""
-        self._store.set(f"doing {rank}", doing)
-
-    def doing_of(self, rank: int) -> str:
-        """Return what a rank has recorded last."""
-        key = f"doing {rank}"
-        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
-
-    def ranks_waiting(self, ranks: Iterable[int], seconds: float) -> list[int]:
-        """Return those of ``ranks`` that have recorded a wait within so many seconds."""
-        keys = {rank: f"waits {rank}" for rank in ranks}
-        times = {rank: float(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
-        return [rank for rank, when in times.items() if time.time() - when < seconds]
+        return within(PATIENCE, find)
 
 
 class Attempt(Generic[T]):

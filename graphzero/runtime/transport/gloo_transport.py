@@ -50,12 +50,6 @@ class GlooTransport(Transport):
     def exchange(self, number: int, sends: Pieces, receives: Pieces) -> Handle:
         return _Transfer(self, self._begin(number, sends, receives), (sends, receives))
 
-    def send(self, number: int, q: int, x: Tensor) -> Handle:
-        return _Transfer(self, [self._post(self._group.send, as_bytes(x), q, number)], x)
-
-    def receive(self, number: int, q: int, into: Tensor) -> Handle:
-        return _Transfer(self, [self._post(self._group.recv, as_bytes(into), q, number)], into)
-
     def reduce(
         self, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str, then: Continuation = None
     ) -> Handle:
@@ -77,7 +71,8 @@ class GlooTransport(Transport):
         """Begin to send and to receive a piece of each other rank."""
         if self._is_pair:
             (q,) = self.others
-            return [(self._swap(q, as_bytes(sends[q]), as_bytes(receives[q])), q)]
+            if sends[q].numel() and receives[q].numel():  # both ranks find the same
+                return [(self._swap(q, as_bytes(sends[q]), as_bytes(receives[q])), q)]
         works = [self._post(self._group.send, sends[q], q, number) for q in self.others]
         return works + [self._post(self._group.recv, receives[q], q, number) for q in self.others]
 

@@ -41,12 +41,13 @@ def nbytes(x: Tensor) -> int:
 class SharedMemoryExchange:
     """One exchange under way.
 
-    to_read: ranks whose pieces are not here yet; unread: those that have not read theirs.
+    to_read: ranks whose pieces are not here yet, with the bytes of each; unread: those that have not read theirs.
     """
 
     def __init__(
-        self, transport: SharedMemoryTransport, number: int, sends: Pieces, to_read: set[int], then: Continuation = None
-    ):
+        self, transport: SharedMemoryTransport, number: int, sends: Pieces, to_read: dict[int, int],
+        then: Continuation = None,
+    ):  # fmt: skip
         self.transport, self.number, self.sends, self.to_read, self.then = transport, number, sends, to_read, then
         self.unread = {q for q in transport.others if sends[q].numel()}
 
@@ -54,30 +55,24 @@ class SharedMemoryExchange:
         """Rank q's piece lies at ``address``."""
         raise NotImplementedError
 
-    def bytes_from(self, q: int) -> int:
-        """The bytes of rank q's piece."""
-        raise NotImplementedError
-
     def wait(self) -> None:
         """Wait until everything has arrived, and all ranks have read what is sent."""
         while self.to_read or self.unread:
-            self.transport.advance(self.to_read | self.unread)
+            self.transport.advance(self.unread.union(self.to_read))
 
 
 class _CopyExchange(SharedMemoryExchange):
     """An exchange whose pieces are copied to their final place."""
 
     def __init__(self, transport: SharedMemoryTransport, number: int, sends: Pieces, receives: Pieces):
-        super().__init__(transport, number, sends, {q for q in transport.others if receives[q].numel()})
+        sizes = {q: nbytes(receives[q]) for q in transport.others}
+        super().__init__(transport, number, sends, {q: size for q, size in sizes.items() if size})
         self.receives = receives
-
-    def bytes_from(self, q: int) -> int:
-        return nbytes(self.receives[q])
 
     def accept_offer(self, q: int, address: int) -> None:
         self.transport.read_piece(q, address, self.receives[q])
         self.transport.check_open(q)
-        self.to_read.discard(q)
+        del self.to_read[q]
         self.transport.send_note(q, ~self.number)
 
 
@@ -88,12 +83,10 @@ class _ReduceExchange(SharedMemoryExchange):
         self, transport: SharedMemoryTransport, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str,
         then: Continuation,
     ):  # fmt: skip
-        super().__init__(transport, number, sends, set(transport.others) if own.numel() else set(), then)
+        sizes = dict.fromkeys(transport.others if own.numel() else (), nbytes(own))
+        super().__init__(transport, number, sends, sizes, then)
         self.own, self.out, self.reduction = own, out, reduction
         self.addresses: dict[int, int] = {}
-
-    def bytes_from(self, q: int) -> int:
-        return nbytes(self.own)
 
     def accept_offer(self, q: int, address: int) -> None:
         self.addresses[q] = address
@@ -181,22 +174,15 @@ class SharedMemoryTransport(Transport):
         """Wait for notes.  Raises RankError where a rank of ``needed`` has closed its connection, or is silent."""
         lost = needed & self._closed_ranks
         if lost:
-            raise self._ended_error(min(lost))
+            raise self.connection_error(min(lost))
         if not self._poll_notes(self.limit):
             if len(self._closed_ranks) == len(self.others):
-                raise self._ended_error(min(needed))
+                raise self.connection_error(min(needed))
             raise RankError(
                 f"rank {self.ranks[self.own]} has waited {self.limit:.0f} s for rank {self.ranks[min(needed)]}, which "
                 "is still there: it is slow, stopped, or runs another program. The limit is the process group's "
                 "timeout", [self.ranks[min(needed)]], is_silent=True,
             )  # fmt: skip
-
-    def _ended_error(self, q: int) -> RankError:
-        other = self.ranks[q]
-        return RankError(
-            f"rank {self.ranks[self.own]} waits for rank {other}, which has ended or stopped its call; its own output "
-            "says why. Every rank must call a Graph equally often", [other],
-        )  # fmt: skip
 
     def disconnect_rank(self, rank: int) -> None:
         one = self.sockets.get(self.ranks.index(rank)) if rank in self.ranks else None
@@ -249,7 +235,7 @@ class SharedMemoryTransport(Transport):
                 self._offers[q, number] = address, size
 
     def _accept_offer(self, exchange: SharedMemoryExchange, q: int, address: int, size: int) -> None:
-        expected = exchange.bytes_from(q) if q in exchange.to_read else 0
+        expected = exchange.to_read.get(q, 0)
         if size != expected:
             raise GraphZeroError(
                 f"rank {self.ranks[q]} sends {size} bytes where rank {self.ranks[self.own]} expects {expected}: they "
@@ -263,7 +249,7 @@ class SharedMemoryTransport(Transport):
         try:
             peer_memory.read_memory(self.processes[q], address, into)
         except ProcessLookupError as error:
-            raise self._ended_error(q) from error
+            raise self.connection_error(q) from error
         except OSError as error:
             raise GraphZeroError(
                 f"rank {self.ranks[self.own]} could not read the memory of rank {self.ranks[q]}: {error}. If that rank "
@@ -273,7 +259,7 @@ class SharedMemoryTransport(Transport):
     def check_open(self, q: int) -> None:
         """Raise RankError where rank q has closed its end, so that what was read of it may have been overwritten."""
         if q in self._closed_ranks or any(event & _CLOSED for _, event in self._hangups[q].poll(0)):
-            raise self._ended_error(q)
+            raise self.connection_error(q)
 
     def send_note(self, q: int, number: int, address: int = 0, size: int = 0) -> None:
         """Send a note to rank q."""

@@ -44,14 +44,16 @@ class MessageTransport(ABC):
     def broadcast(self, number: int, source: int, x: Tensor) -> Handle:
         """Begin to fill ``x`` on all ranks with what it is on rank ``source``; all of them call it."""
 
-    def connection_error(self, q: int, error: RuntimeError) -> RankError:
-        """The error of a wait for rank q that a process group has ended with ``error``."""
+    def connection_error(self, q: int, error: RuntimeError | None = None) -> RankError:
+        """The error of a wait for rank q whose connection is closed, or which a process group has ended with
+        ``error``."""
         reason, other = str(error).strip(), self.ranks[q]
         is_silent = "timed out" in reason.lower()
-        state = "is silent" if is_silent else "has closed its connection"
+        state = f"{'is silent' if is_silent else 'has closed its connection'} ({reason[:200]})"
         return RankError(
-            f"rank {self.ranks[self.own]} waits for rank {other}, which {state} ({reason[:200]}); its own output says "
-            "why. Every rank must call a Graph equally often", [other], is_silent,
+            f"rank {self.ranks[self.own]} waits for rank {other}, which "
+            f"{'has ended or stopped its call' if error is None else state}; its own output says why. Every rank must "
+            "call a Graph equally often", [other], is_silent,
         )  # fmt: skip
 
     def disconnect_rank(self, rank: int) -> None:

@@ -110,7 +110,6 @@ class Ranks:
     def __init__(self, placement: Placement, who: str = ""):
         self.placement, self.who = placement, who
         self.waited = 0.0
-        self._asks: dict[Topic, int] = {}  # hashes
         self._agreed_in = 0  # generation of the communicator
         self.is_needed = False  # see ``agree_on``
         self.raised_by_all = 0  # id of the last error that all raised
@@ -133,7 +132,7 @@ class Ranks:
         failure: this rank's own exception, which it raises after telling the others.
         """
         if self.active:
-            ask = self._hash(topic)
+            ask = digest(self.who, topic.request, topic.about)
             wish = wish and dist.get_rank() == int(self.placement.ranks.flat[0])
             message = [ask, -ask, value, -value, failure is not None, wish, *needs, *_NO_NEEDS[len(needs) :]]
             most_ask, least_ask, highest, lowest, failed, wished, *needed = self._all_reduce_max(topic, message)
@@ -166,11 +165,6 @@ class Ranks:
         if rank not in (None, dist.get_rank()):
             errors.reported_by(error, rank)
         return error
-
-    def _hash(self, topic: Topic) -> int:
-        if topic not in self._asks:
-            self._asks[topic] = digest(self.who, topic.request, topic.about)
-        return self._asks[topic]
 
     def agree_on(
         self, topic: Topic, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]],

@@ -86,10 +86,6 @@ class ProcessWorld(World):
                     f"{dist.get_backend(group)} are in the order of ranks; list them in ascending order"
                 )
 
-    def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of this rank along ``axis``."""
-        return self._groups[axis]
-
     def close(self) -> None:
         """Let go of process groups and connections; nothing runs any more."""
         self._groups.clear()
