@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from graphzero import _compat
 from graphzero.capture import LOSS_SCALE
-from graphzero.checkpoint.files import safetensors
 from graphzero.checkpoint.files.chunks import whole_chunk
 from graphzero.checkpoint.files.folder import absolute_path
 from graphzero.checkpoint.files.index import StoredChunk, StoredTensor
@@ -22,6 +21,7 @@ from graphzero.checkpoint.state_dict.comparison import difference_lines
 from graphzero.errors import CheckpointError, ConfigError, hides_frames, shorten_list
 from graphzero.graph import Graph
 from graphzero.plugins.pretrained.meta_modules import check_values_exist, expected_places
+from graphzero.plugins.pretrained.safetensors_header import INDEX, SINGLE, read_entries
 from graphzero.runtime.json_file import parse_json
 from graphzero.runtime.state import partial_update
 from graphzero.runtime.state.materialize import allocate_tensors, meta_tensors
@@ -134,7 +134,7 @@ def _describe(given: Mapping[str, StoredTensor]) -> dict[str, str]:
 
 def _read_entries_of(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, or of a folder that Hugging Face's ``save_pretrained`` wrote, by name."""
-    index, single = path / safetensors.INDEX, path / safetensors.SINGLE
+    index, single = path / INDEX, path / SINGLE
     try:
         is_folder, has_index, is_single = path.is_dir(), index.is_file(), single.is_file()
     except OSError as error:
@@ -154,7 +154,7 @@ def _read_entries_of(path: Path) -> dict[str, StoredTensor]:
 def _tensors_in(file: Path) -> dict[str, StoredTensor]:
     return {
         name: StoredTensor(entry.dtype, entry.shape, (StoredChunk(str(file), entry.start, whole_chunk(entry.shape)),))
-        for name, entry in safetensors.read_entries(file).items()
+        for name, entry in read_entries(file).items()
     }
 
 

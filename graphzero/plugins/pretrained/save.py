@@ -19,6 +19,7 @@ from graphzero.checkpoint.files.folder import absolute_path
 from graphzero.checkpoint.files.index import CheckpointIndex, StoredTensor, read_index
 from graphzero.checkpoint.files.read_chunks import TensorRead, read_tensors
 from graphzero.errors import CheckpointError, ConfigError
+from graphzero.plugins.pretrained.safetensors_header import INDEX, SINGLE
 from graphzero.sbp.placement import placement
 
 
@@ -59,7 +60,7 @@ def _export(
     shards = list(_split_into_shards(tensors, dtype, shard_bytes))
     count = len(shards)
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    names = [safetensors.SINGLE] if count == 1 else names
+    names = [SINGLE] if count == 1 else names
     total = sum(_nbytes(stored, dtype) for stored in tensors.values())
     with folder.explain_write_errors(f"{path}", total):
         folder.make_folder(path)
@@ -68,9 +69,9 @@ def _export(
         if count > 1:
             weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
-            hidden = path / f"{safetensors.INDEX}.part"
+            hidden = path / f"{INDEX}.part"
             hidden.write_text(text, encoding="utf-8")
-            os.replace(hidden, path / safetensors.INDEX)
+            os.replace(hidden, path / INDEX)
         blocks.sync_folder(path)
     return [path / name for name in names]
 

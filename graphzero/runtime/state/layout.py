@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from graphzero.errors import ConfigError
 from graphzero.runtime.tensors import resplit
 from graphzero.runtime.tensors.shards import as_dtensor, coordinates, is_whole, local_of, local_shape, piece, wrap
-from graphzero.runtime.tensors.stage_tensors import as_stage_tensor, has_stages, home_of, on_stage, without_values
+from graphzero.runtime.tensors.stage_tensors import has_stages, home_of, on_stage, without_values
 from graphzero.runtime.tensors.submesh import nd_on, on_whole
 from graphzero.runtime.world.world import World
 from graphzero.sbp.dtensor import annotate, nd_of_dtensor
@@ -68,17 +68,17 @@ def lay_out(
 
 def _on_stage(tensor: Tensor, nd: Nd, world: World, what: str, home: int) -> TensorLayout:
     """Lay out a tensor on the ranks of one member of ``pp``: of others ``ranks`` is empty."""
-    whole = world.whole
+    whole, mesh, is_here = world.whole, world.whole.stage_mesh(home), home == world.member
     if not isinstance(tensor, DTensor):
         tensor = on_stage(tensor, whole, home, nd)
-    elif home != world.member:
-        if home_of(tensor, whole) != home or nd_of_dtensor(tensor) != nd:
+    elif tensor.device_mesh != mesh or nd_of_dtensor(tensor) != nd:
+        if is_here:
+            nd_on(tensor, world.placement, what)
+            tensor = resplit.resplit(on_whole(tensor, world.placement), nd, whole)
+            tensor = wrap(local_of(tensor), mesh, nd, tensor.shape)
+        else:
             tensor = without_values(tensor.shape, tensor.dtype, world.device, whole, home, nd)
-        return TensorLayout(tensor, [])
-    elif home_of(tensor, whole) != home or nd_of_dtensor(tensor) != nd:
-        nd_on(tensor, world.placement, what)
-        tensor = as_stage_tensor(resplit.resplit(on_whole(tensor, world.placement), nd, whole), whole, home)
-    return TensorLayout(tensor, [local_of(tensor)] if home == world.member else [])
+    return TensorLayout(tensor, [local_of(tensor)] if is_here else [])
 
 
 def _virtual(tensor: Tensor, nd: Nd, world: World) -> TensorLayout:

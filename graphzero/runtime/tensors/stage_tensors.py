@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from graphzero.runtime.tensors.shards import as_dtensor, local_of, wrap
+from graphzero.runtime.tensors.shards import as_dtensor, wrap
 from graphzero.runtime.transport.communicator import communicator
-from graphzero.sbp.dtensor import nd_of_dtensor
 from graphzero.sbp.placement import PIPELINE, Placement
 from graphzero.sbp.types import Nd
 
@@ -56,11 +55,6 @@ def without_values(
 ) -> DTensor:
     """A tensor of the ranks of another member."""
     return wrap(torch.empty(0, dtype=dtype, device=device), placement.stage_mesh(member), nd, shape)
-
-
-def as_stage_tensor(x: DTensor, placement: Placement, member: int) -> DTensor:
-    """``x`` as a tensor of its member, one of whose ranks this is, in the same storage."""
-    return wrap(local_of(x), placement.stage_mesh(member), nd_of_dtensor(x), x.shape)
 
 
 def connect_axes(placement: Placement) -> None:

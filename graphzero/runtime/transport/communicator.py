@@ -30,6 +30,7 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from contextlib import suppress
 from typing import Any
 
@@ -41,7 +42,7 @@ from graphzero import _compat
 from graphzero.errors import GraphZeroError, RankError
 from graphzero.logs import event
 from graphzero.runtime.transport.failure_diagnosis import FailureDiagnosis, LostConnection, late_text, rank_list
-from graphzero.runtime.transport.failure_report import DOING, LEFT, PAUSE, WAITING, Attempt, FailureReport, ReportStore
+from graphzero.runtime.transport.failure_report import DOING, LEFT, PAUSE, WAITING, FailureReport, ReportStore, attempt
 from graphzero.runtime.transport.gloo_transport import GlooTransport
 from graphzero.runtime.transport.p2p_collectives import PeerCollectives
 from graphzero.runtime.transport.process_group_transport import ProcessGroupTransport
@@ -188,12 +189,12 @@ class Communicator:
         store = self._generation_store()
         own = _compat.own_connection(store)
         own_number = ranks.index(self.rank)
-        attempt = Attempt(lambda: connect(_compat.prefixed(name, own), own_number, len(ranks), self.limit))
+        group = attempt(lambda: connect(_compat.prefixed(name, own), own_number, len(ranks), self.limit))
         try:
-            while not attempt.wait(PAUSE):
+            while not futures.wait([group], PAUSE).done:
                 if self._monitor.ended or own is not store and store.add("reports", 0):
                     raise LostConnection(self.rank, "the connections of all ranks")
-            return attempt.result()
+            return group.result()
         except RuntimeError as error:
             raise LostConnection(self.rank, "the connections of all ranks", error) from error
 

@@ -12,9 +12,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from types import CodeType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 PAUSE = 0.05  # seconds between two looks at the store, at most
@@ -98,41 +99,27 @@ class ReportStore:
         return within(PATIENCE, find)
 
 
-class Attempt(Generic[T]):
-    """A call in a thread of its own, or in this thread where the system starts no other."""
+def attempt(function: Callable[[], T]) -> Future[T]:
+    """Call a function in a thread of its own, or in this thread where the system starts no other."""
+    future = Future[T]()
 
-    def __init__(self, function: Callable[[], T]) -> None:
-        self._function, self._is_over = function, threading.Event()
-        self._results: list[T] = []
-        self._error: BaseException | None = None
+    def call_function() -> None:
         try:
-            threading.Thread(target=self._call_function, daemon=True).start()
-        except RuntimeError:
-            self._call_function()
-
-    def _call_function(self) -> None:
-        try:
-            self._results.append(self._function())
+            future.set_result(function())
         except BaseException as error:  # noqa: BLE001 - raised by ``result``
-            self._error = error
-        self._is_over.set()
+            future.set_exception(error)
 
-    def wait(self, seconds: float) -> bool:
-        """Wait up to so many seconds; return whether the call is over."""
-        return self._is_over.wait(seconds)
-
-    def result(self) -> T:
-        """Return or raise what the call has returned or raised; it is over."""
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+    try:
+        threading.Thread(target=call_function, daemon=True).start()
+    except RuntimeError:
+        call_function()
+    return future
 
 
 def within(seconds: float, function: Callable[[], T]) -> T | None:
     """Call a function; return None where it raises or takes longer: a store waits for ever for a stopped process."""
-    attempt = Attempt(function)
     try:
-        return attempt.result() if attempt.wait(seconds) else None
+        return attempt(function).result(seconds)
     except Exception:  # noqa: BLE001 - any error of a store whose host has ended
         return None
 

@@ -34,10 +34,6 @@ _CLOSED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR  # o
 _PARTS, _LINE = 512 * 2**10, 64  # bytes that are reduced at once, of all others together; a line of cache
 
 
-def nbytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
 class SharedMemoryExchange:
     """One exchange under way.
 
@@ -65,7 +61,7 @@ class _CopyExchange(SharedMemoryExchange):
     """An exchange whose pieces are copied to their final place."""
 
     def __init__(self, transport: SharedMemoryTransport, number: int, sends: Pieces, receives: Pieces):
-        sizes = {q: nbytes(receives[q]) for q in transport.others}
+        sizes = {q: receives[q].nbytes for q in transport.others}
         super().__init__(transport, number, sends, {q: size for q, size in sizes.items() if size})
         self.receives = receives
 
@@ -83,7 +79,7 @@ class _ReduceExchange(SharedMemoryExchange):
         self, transport: SharedMemoryTransport, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str,
         then: Continuation,
     ):  # fmt: skip
-        sizes = dict.fromkeys(transport.others if own.numel() else (), nbytes(own))
+        sizes = dict.fromkeys(transport.others if own.numel() else (), own.nbytes)
         super().__init__(transport, number, sends, sizes, then)
         self.own, self.out, self.reduction = own, out, reduction
         self.addresses: dict[int, int] = {}
@@ -154,7 +150,7 @@ class SharedMemoryTransport(Transport):
         number = exchange.number
         self._exchanges[number] = exchange
         for q in exchange.unread:
-            self.send_note(q, number, exchange.sends[q].data_ptr(), nbytes(exchange.sends[q]))
+            self.send_note(q, number, exchange.sends[q].data_ptr(), exchange.sends[q].nbytes)
         for q in self.others:
             offer = self._offers.pop((q, number), None) if self._offers else None
             if offer is not None:
