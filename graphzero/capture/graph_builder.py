@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -129,6 +129,12 @@ class GraphBuilder:
                 fake = node.meta.get("val")
                 copies[node] = self.emit(node.target, args, type_of_fake(fake), kwargs=dict(kwargs), fake=fake)
         return copies
+
+    def add_traced(self, traced: fx.Graph, given: Sequence[fx.Node]) -> list[fx.Node]:
+        """Add a traced graph to the update, of ``given``; returns its results."""
+        inputs, results = traced.find_nodes(op="placeholder"), traced.output_node().args[0]
+        copies = self.add_update(dict(zip(inputs, given, strict=True)), traced.nodes)
+        return [copies[node] for node in results]  # type: ignore[union-attr, index]
 
     def stamp_update(
         self, update: TracedUpdate, model: SteppedParameter, given: dict[fx.Node, fx.Node], nodes: list[fx.Node]

@@ -11,7 +11,7 @@ from torch import fx, nn
 from graphzero.capture.graph_builder import GraphBuilder, ancestors, is_separable
 from graphzero.capture.optimizer.average import tensors_of, trace_average
 from graphzero.capture.optimizer.clip import clip
-from graphzero.capture.optimizer.loss_scale import LossScaleUpdate
+from graphzero.capture.optimizer.loss_scale import LossScaleUpdate, trace_loss_scale
 from graphzero.capture.optimizer.optimizer import TracedUpdate
 from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
 from graphzero.capture.precision import check_born
@@ -76,12 +76,7 @@ class UpdateWriter:
         if precision is None or precision.scaling is None or not paths:
             return
         check_born(self.step, self.states)
-        roles = {
-            name: Role("buffer", f"{LOSS_SCALE}.{name}") for name, _ in self.step.modules[LOSS_SCALE].named_buffers()
-        }
-        self.scale = LossScaleUpdate(
-            self.builder.emit, precision.scaling, {name: nodes[role] for name, role in roles.items()}
-        )
+        self.scale = LossScaleUpdate(self.builder.emit, nodes[Role("buffer", f"{LOSS_SCALE}.scale")])
         self.non_finite = self.scale.count([self.ended[path] for path in paths])
 
     @property
@@ -108,10 +103,15 @@ class UpdateWriter:
 
     def end_scale(self) -> None:
         """The loss scale of the next step, after all updates."""
-        if self.scale is not None:
+        precision = self.step.precision
+        if self.scale is not None and precision is not None and precision.scaling is not None:
             self.aux["skipped"] = self.overflow
-            for name, new in self.scale.after(self.overflow).items():
-                self.put(Role("buffer", f"{LOSS_SCALE}.{name}"), new)
+            names = [f"{LOSS_SCALE}.{name}" for name, _ in self.step.modules[LOSS_SCALE].named_buffers()]
+            roles = [Role("buffer", name) for name in names]
+            given = [self.overflow, *(self.builder.placeholders[role] for role in roles)]
+            new = self.builder.add_traced(trace_loss_scale(precision.scaling), given)
+            for role, node in zip(roles, new, strict=True):
+                self.put(role, node)
 
     def _widened(self, path: str, grad: fx.Node) -> fx.Node:
         """A gradient as the optimizer reads it: in the dtype of its parameter, and unscaled."""
@@ -219,21 +219,18 @@ class UpdateWriter:
     def add_average(self, spec: AverageSpec) -> None:
         """The average follows the parameters and buffers with which the step ends."""
         traced, nodes = trace_average(spec, self.step.precision), self.builder.placeholders
-        inputs: Any = traced.find_nodes(op="placeholder")
-        results: Any = traced.output_node().args[0]
         roles = {id(x): Role("param", path) for path, x in self.params.items()}
         roles |= {id(x): Role("buffer", path) for path, x in self.root.named_buffers()}
         params, buffers = tensors_of(spec.averaged.module)
         ours = [nodes[roles[id(x)]] for x in (spec.averaged.n_averaged, *params, *buffers)]
         model = [self._read_rounded(nodes[roles[id(x)]]) for some in tensors_of(spec.of) for x in some]
-        entering = [
-            self._cast(node, input_.meta["val"].dtype) for input_, node in zip(inputs, (*ours, *model), strict=True)
-        ]
-        copies = self.builder.add_update(dict(zip(inputs, entering, strict=True)), traced.nodes)
+        dtypes = [node.meta["val"].dtype for node in traced.find_nodes(op="placeholder")]
+        entering = [self._cast(node, dtype) for node, dtype in zip((*ours, *model), dtypes, strict=True)]
+        results = self.builder.add_traced(traced, entering)
         for placeholder, old, new in zip(ours, entering[: len(ours)], results, strict=True):
-            if copies[new] is not old:
-                is_wider = tensor_type(copies[new]).dtype != tensor_type(placeholder).dtype
-                self.updates[placeholder.name] = self._rounded(copies[new]) if is_wider else copies[new]
+            if new is not old:
+                is_wider = tensor_type(new).dtype != tensor_type(placeholder).dtype
+                self.updates[placeholder.name] = self._rounded(new) if is_wider else new
 
     def _read_rounded(self, param: fx.Node) -> fx.Node:
         """A parameter as it enters the update."""

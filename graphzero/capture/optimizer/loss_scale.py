@@ -7,18 +7,21 @@ hysteresis is DeepSpeed's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
 
+from graphzero import _compat
 from graphzero.capture.optimizer.clip import Emit
+from graphzero.capture.rewrite import decompositions
 from graphzero.capture.spec import Scaling
 from graphzero.ir.value import TensorType, tensor_type
 
 aten = torch.ops.aten
-_FLOAT, _INT, _BOOL = (TensorType(dtype, ()) for dtype in (torch.float32, torch.int32, torch.bool))
+_FLOAT, _BOOL = (TensorType(dtype, ()) for dtype in (torch.float32, torch.bool))
 
 
 class LossScale(nn.Module):
@@ -35,33 +38,49 @@ class LossScale(nn.Module):
         self.register_buffer("hysteresis", torch.tensor(scaling.hysteresis, dtype=torch.int32))
 
     def step(self, scaling: Scaling, overflow: bool) -> None:
-        """Go on by one step: what the graph does, in plain Python."""
-        if overflow:
-            self.growth_tracker.zero_()
-            self.hysteresis.sub_(1).clamp_(min=0)
-            if not self.hysteresis:
-                self.scale.mul_(scaling.backoff).clamp_(min=scaling.least)
-            return
-        self.growth_tracker.add_(1)
-        if scaling.consecutive:
-            self.hysteresis.fill_(scaling.hysteresis)
-        if self.growth_tracker >= scaling.interval:
-            self.growth_tracker.zero_()
-            self.hysteresis.fill_(scaling.hysteresis)
-            grown = self.scale * scaling.growth
-            self.scale.copy_(torch.where(grown.isfinite(), grown, self.scale))
+        """Go on by one step: what the graph does, in plain PyTorch."""
+        states = (self.scale, self.growth_tracker, self.hysteresis)
+        for state, new in zip(states, _next_states(scaling, torch.tensor(overflow), *states), strict=True):
+            state.copy_(new)
+
+
+def _next_states(
+    scaling: Scaling, overflow: Tensor, scale: Tensor, growth_tracker: Tensor, hysteresis: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``LossScale`` holds after a step, from what it holds before."""
+    grown = scale * scaling.growth
+    grown = torch.where(grown.abs() < math.inf, grown, scale)
+    counted = growth_tracker + 1
+    is_due = counted >= scaling.interval
+    left = (hysteresis - 1).clamp(min=0)
+    less = (scale * scaling.backoff).clamp(min=scaling.least)
+    none, whole = (torch.full((), number, dtype=torch.int32) for number in (0, scaling.hysteresis))
+    remaining = whole if scaling.consecutive else torch.where(is_due, whole, hysteresis)
+    return (
+        torch.where(overflow, torch.where(left <= 0, less, scale), torch.where(is_due, grown, scale)),
+        torch.where(overflow, none, torch.where(is_due, none, counted)),
+        torch.where(overflow, left, remaining),
+    )
+
+
+def trace_loss_scale(scaling: Scaling) -> fx.Graph:
+    """The next states as a graph of whether there was an overflow, and of the states."""
+    with _compat.FakeTensorMode(), _compat.preserve_node_meta():
+        dtypes = (torch.bool, torch.float32, torch.int32, torch.int32)
+        fakes = [torch.empty((), dtype=dtype) for dtype in dtypes]
+        return _compat.make_fx(partial(_next_states, scaling), decompositions.TABLE)(*fakes).graph
 
 
 class LossScaleUpdate:
-    """Update of the loss scale. held: the three buffers by name, as they enter the step."""
+    """Ops of a step whose loss is scaled.  scale: as it enters the step."""
 
-    def __init__(self, emit: Emit, scaling: Scaling, buffers: dict[str, fx.Node]) -> None:
-        self.emit, self.scaling, self.held = emit, scaling, buffers
+    def __init__(self, emit: Emit, scale: fx.Node) -> None:
+        self.emit, self.scale = emit, scale
 
     def inverse(self) -> fx.Node:
         """Factor by which gradients are multiplied, as in GradScaler."""
         wide = TensorType(torch.float64, ())
-        scale = self.emit(aten._to_copy.default, (self.held["scale"],), wide, kwargs={"dtype": torch.float64})
+        scale = self.emit(aten._to_copy.default, (self.scale,), wide, kwargs={"dtype": torch.float64})
         inverse = self.emit(aten.reciprocal.default, (scale,), wide)
         return self.emit(aten._to_copy.default, (inverse,), _FLOAT, kwargs={"dtype": torch.float32})
 
@@ -85,39 +104,3 @@ class LossScaleUpdate:
     def keep_on_overflow(self, overflow: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node:
         """``new``, or ``old`` where there was an overflow."""
         return self.emit(aten.where.self, (overflow, old, new), tensor_type(new))
-
-    def after(self, overflow: fx.Node) -> dict[str, fx.Node]:
-        """The three buffers as they leave the step."""
-        emit, scaling, scale = self.emit, self.scaling, self.held["scale"]
-
-        def both(kind: TensorType, met: Any, otherwise: Any) -> fx.Node:
-            return emit(aten.where.self, (overflow, met, otherwise), kind)
-
-        def full(number: int) -> fx.Node:
-            return emit(aten.full.default, ([], number), _INT, kwargs={"dtype": torch.int32})
-
-        grown = emit(aten.mul.Scalar, (scale, scaling.growth), _FLOAT)
-        size = emit(aten.abs.default, (grown,), _FLOAT)
-        grown = emit(aten.where.self, (emit(aten.lt.Scalar, (size, float("inf")), _BOOL), grown, scale), _FLOAT)
-        counted = emit(aten.add.Scalar, (self.held["growth_tracker"], 1), _INT)
-        is_due = emit(aten.ge.Scalar, (counted, scaling.interval), _BOOL)
-        left = emit(aten.sub.Scalar, (self.held["hysteresis"], 1), _INT)
-        left = emit(aten.clamp.default, (left, 0), _INT)
-        less = emit(aten.mul.Scalar, (scale, scaling.backoff), _FLOAT)
-        less = emit(aten.clamp.default, (less, scaling.least), _FLOAT)
-        falls = emit(aten.le.Scalar, (left, 0), _BOOL)
-        return {
-            "scale": both(
-                _FLOAT,
-                emit(aten.where.self, (falls, less, scale), _FLOAT),
-                emit(aten.where.self, (is_due, grown, scale), _FLOAT),
-            ),
-            "growth_tracker": both(_INT, full(0), emit(aten.where.self, (is_due, full(0), counted), _INT)),
-            "hysteresis": both(
-                _INT,
-                left,
-                full(scaling.hysteresis)
-                if scaling.consecutive
-                else emit(aten.where.self, (is_due, full(scaling.hysteresis), self.held["hysteresis"]), _INT),
-            ),
-        }

@@ -130,9 +130,11 @@ _BORROWED = (
     "binary_cross_entropy_with_logits", "soft_margin_loss", "soft_margin_loss_backward", "_fused_rms_norm",
     "_fused_rms_norm_backward", "_weight_norm_interface", "rrelu_with_noise_backward", "mv", "dot", "vdot", "trace",
     "dist", "aminmax", "linalg_cross", "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "_chunk_cat",
+    "std.correction", "std_mean.correction", "norm.Scalar", "norm.ScalarOpt_dim",
 )  # fmt: skip
 for _name in _BORROWED:  # torch's own, made of ops that have rules or that are met above
-    _op = getattr(getattr(aten, _name, None), "default", None)
+    _packet, _, _overload = _name.partition(".")
+    _op = getattr(getattr(aten, _packet, None), _overload or "default", None)
     if _op in _compat.decomposition_table:
         TABLE[_op] = _compat.decomposition_table[_op]
 
@@ -184,17 +186,6 @@ def var(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = F
     return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
-@rule(aten.std.correction)
-def std(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    return var(x, dim, correction=correction, keepdim=keepdim).sqrt()
-
-
-@rule(aten.std_mean.correction)
-def std_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    variance, mean_ = var_mean(x, dim, correction=correction, keepdim=keepdim)
-    return variance.sqrt(), mean_
-
-
 # ---- norms
 
 
@@ -220,16 +211,6 @@ def vector_norm(
     else:
         norm = _sum(x.abs().pow(order), dims, keepdim).pow(1.0 / order)
     return norm.to(result)
-
-
-@rule(aten.norm.Scalar)
-def norm_all(x: Tensor, p: Any = 2) -> Tensor:
-    return vector_norm(x, p)
-
-
-@rule(aten.norm.ScalarOpt_dim)
-def norm_dim(x: Tensor, p: Any, dim: Any, keepdim: bool = False) -> Tensor:
-    return vector_norm(x, 2 if p is None else p, dim, keepdim)
 
 
 # ---- batch norm
