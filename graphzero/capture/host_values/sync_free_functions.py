@@ -63,28 +63,6 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return F.one_hot(classes.gather(0, tensor.reshape(-1)).view(tensor.shape), num_classes)
 
 
-def cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Tensor:
-    """``torch.cov`` of real numbers without weights."""
-    if fweights is not None or aweights is not None or input.is_complex() or input.dim() > 2:
-        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
-    real = input if input.is_floating_point() else input.to(torch.get_default_dtype())
-    rows = real if real.dim() == 2 else real.view(1, -1)
-    apart = rows - rows.mean(1, keepdim=True)
-    covariance = apart @ apart.T / max(rows.shape[1] - correction, 0)
-    return covariance if rows.shape[0] > 1 else covariance.view(())
-
-
-def corrcoef(input: Tensor) -> Tensor:
-    """``torch.corrcoef`` of real numbers."""
-    if input.is_complex() or input.dim() != 2:
-        return torch.corrcoef(input)
-    covariance = cov(input)
-    if covariance.dim() == 0:
-        return covariance / covariance
-    deviation = covariance.diagonal().sqrt()
-    return (covariance / deviation[:, None] / deviation[None]).clamp(-1, 1)
-
-
 def embedding_bag(
     input: Tensor, weight: Tensor, offsets: Any = None, max_norm: Any = None, norm_type: float = 2,
     scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Any = None,
@@ -106,7 +84,4 @@ def embedding_bag(
     return bags
 
 
-STAND_INS = {
-    F.gaussian_nll_loss: gaussian_nll_loss, F.one_hot: one_hot, F.embedding_bag: embedding_bag, torch.cov: cov,
-    torch.corrcoef: corrcoef,
-}  # fmt: skip
+STAND_INS = {F.gaussian_nll_loss: gaussian_nll_loss, F.one_hot: one_hot, F.embedding_bag: embedding_bag}
