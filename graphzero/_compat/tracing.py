@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from functools import lru_cache
 from operator import attrgetter
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,12 +25,6 @@ from graphzero._compat.interrupts import contextmanager, patched
 
 if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-
-P = ParamSpec("P")
-
-
-R = TypeVar("R")
 
 
 annotate = fx_traceback.annotate

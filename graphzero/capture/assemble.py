@@ -138,15 +138,12 @@ class _Capture:
             )
         self.unused = [p for p in dict.fromkeys(owned) if p not in grads and self.params[p].requires_grad]
         if self.unused:
-            self._warn_unused()
-
-    def _warn_unused(self) -> None:
-        warnings.warn(
-            f"{self.step.name}: no gradient reaches {shorten_list(self.unused, 20)}; they and their optimizer "
-            "state stay as they are",
-            UserWarning,
-            stacklevel=5,
-        )
+            warnings.warn(
+                f"{step.name}: no gradient reaches {shorten_list(self.unused, 20)}; they and their optimizer "
+                "state stay as they are",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _members(self, index: int, with_grad: set[str]) -> list[SteppedParameter]:
         optimizer = self.step.optimizers[index].optimizer

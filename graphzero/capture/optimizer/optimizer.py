@@ -278,11 +278,21 @@ def _traced(index: int, stepping: OptimizerTracer, members: list[SteppedParamete
         raise
     except Exception as error:
         raise cannot_step(stepping.optimizer, error) from error
-    update = _read(module, labels, results, members, symbols, env)
-    flat: Any = module.graph.output_node().args[0]
-    for (kind, group, key), outcome in zip(results, flat, strict=True):
-        if kind == "number":
-            update.carries.append(carry_of(stepping.optimizer, index, group, key, outcome, update.inputs))
+    graph = pure_module(module).graph
+    inputs = dict(zip(graph.find_nodes(op="placeholder"), labels, strict=True))
+    update = TracedUpdate(members, inputs, {}, {}, symbols, env)
+    flat: Any = graph.output_node().args[0]
+    for (kind, of, key), node in zip(results, flat, strict=True):
+        if kind == "param":
+            update.params[of] = node
+        elif kind == "state":
+            update.states[of, key] = node
+        elif kind == "number":
+            update.carries.append(carry_of(stepping.optimizer, index, of, key, node, inputs))
+        else:
+            read = set(value.ancestors(node))
+            owners = [label[1] for x, label in inputs.items() if label[0] != "hyper" and x in read]
+            update.checks.setdefault(owners[0] if owners else members[0].path, []).append((node, *key[:2]))
     return update
 
 
@@ -327,23 +337,3 @@ def _step(
             if isinstance(entry, Tensor):
                 outcome["state", member.path, key] = entry.to(member.stepped(member.states[key][0]))  # type: ignore[index]
     return outcome
-
-
-def _read(
-    module: fx.GraphModule, labels: list[Any], results: list[Any], members: list[SteppedParameter],
-    symbols: dict[str, Hyperparameter], env: Any,
-) -> TracedUpdate:  # fmt: skip
-    graph = pure_module(module).graph
-    inputs = dict(zip(graph.find_nodes(op="placeholder"), labels, strict=True))
-    update = TracedUpdate(members, inputs, {}, {}, symbols, env)
-    flat: Any = graph.output_node().args[0]
-    for (kind, path, key), node in zip(results, flat, strict=True):
-        if kind == "param":
-            update.params[path] = node
-        elif kind == "state":
-            update.states[path, key] = node
-        elif kind == "check":
-            read = set(value.ancestors(node))
-            owners = [label[1] for x, label in inputs.items() if label[0] != "hyper" and x in read]
-            update.checks.setdefault(owners[0] if owners else members[0].path, []).append((node, *key[:2]))
-    return update

@@ -26,13 +26,10 @@ def functionalize_writes(
         node.meta = {"custom": node.meta["custom"]} if "custom" in node.meta else {}
     constants = _constants_as_inputs(module)
     run = fx.Interpreter(module).run
-
-    def again(*values: Any) -> Any:
-        return run(*values)
-
-    fakes = [_fake_of(tensor, mode) for tensor in constants.values()]
+    of_real = mode.fake_tensor_converter.from_real_tensor
+    fakes = [x if isinstance(x, _compat.FakeTensor) else of_real(mode, x) for x in constants.values()]
     with torch.no_grad():  # the backward is in the graph already
-        pure = torch.func.functionalize(again, remove="mutations")
+        pure = torch.func.functionalize(lambda *values: run(*values), remove="mutations")
         traced = _compat.make_fx(pure, table)(*inputs, *fakes)
     for node in list(traced.graph.nodes):
         if node.target is torch.ops.aten.copy_.default and not node.users:
@@ -75,13 +72,6 @@ def _inputs_as_constants(module: fx.GraphModule, constants: dict[str, Tensor]) -
             constant = graph.create_node("get_attr", f"given{name}")
         node.replace_all_uses_with(constant)
         graph.erase_node(node)
-
-
-def _fake_of(tensor: Tensor, mode: _compat.FakeTensorMode) -> Tensor:
-    fake: Tensor = tensor
-    if not isinstance(tensor, _compat.FakeTensor):
-        fake = mode.fake_tensor_converter.from_real_tensor(mode, tensor)
-    return fake
 
 
 def _writes(node: fx.Node) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -66,17 +67,17 @@ class TracedBuild:
     out_spec: pytree.TreeSpec
     trains: bool
     with_grad: list[str]
+    with_wide: list[str]
     env: Any
-    with_wide: list[str] = field(default_factory=list)
-    symbols: dict[str, str] = field(default_factory=dict)  # symbol -> name of the float input
-    fixed: dict[str, float] = field(default_factory=dict)  # float inputs that build was given as they are
-    goes_by_values: bool = False  # whether it is to be given all of them so
+    symbols: dict[str, str]  # symbol -> name of the float input
+    fixed: dict[str, float]  # float inputs that build was given as they are
+    goes_by_values: bool  # whether it is to be given all of them so
+    results: dict[str, list[fx.Node]]
+    pins: list[Pinned]
+    attributes: dict[str, Any]
+    namespaces: dict[str, Any]
+    constants: list[tuple[Tensor, ObjectIdentity]]
     asks_whether_traced: Iterable[str] = ()  # lines that branch on the answer that build is being traced
-    results: dict[str, list[fx.Node]] = field(default_factory=dict)
-    pins: list[Pinned] = field(default_factory=list)
-    attributes: dict[str, Any] = field(default_factory=dict)
-    namespaces: dict[str, Any] = field(default_factory=dict)
-    constants: list[tuple[Tensor, ObjectIdentity]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,9 @@ class BuildTrace:
         paths = {id(module): path for path, module in root.named_modules() if path}
         self.watch = OpMode(self.free, self.value_reads, paths)
         self.value_reads.paused = lambda: self.watch.running  # what backward recomputes was checked in forward
-        self.casts = ParameterCasts(None)
-        self.gradients = GradientRecorder(step, self.watch)
         self.out: list[Any] = []
         self.out_spec: Any = None
-        self.counts: list[int] = []
+        self.counts: dict[str, int] = {}  # of the results of each name
         self.symbols: dict[str, str] = {}
         self.reals: dict[int, tuple[Tensor, str]] = {}  # id of a fake -> what it stands for, and its path
         self.bindings = AttributeBindings(root, step.build)
@@ -173,12 +172,7 @@ class BuildTrace:
             finally:
                 self.free.restore()
         self.value_reads.warn_of_texts()
-        traced = self._traced(module)
-        traced.pins, traced.attributes = pins, self.guards.unchanged_values()
-        traced.namespaces = self.guards.namespaces
-        traced.constants, traced.fixed = self.free.identities(), self.fixed
-        traced.goes_by_values = not self.fixed and (self.guards.has_exact_float or holds_nan(module))
-        return traced
+        return self._traced(module, pins)
 
     def _build(self, batch: list[Any], scalars: list[Any], params: list[Any], buffers: list[Any]) -> list[Any]:
         tensors, floats = iter(batch), iter(self.fixed.values() or map(FloatInput, scalars))
@@ -197,9 +191,9 @@ class BuildTrace:
         fed = zip([leaf.name for leaf in self.inputs.tensors], batch, strict=True)
         self.watch.given = {id(fake): name for name, fake in (*fed, *state.items())}
         precision = self.step.precision
-        self.casts = ParameterCasts(precision.dtype if precision is not None else None, params)
-        self.gradients.begin(self.casts, named_buffers.get(f"{LOSS_SCALE}.scale"))
-        user_code = UserCodeMode(stand_ins, self.free, self.value_reads, self.casts, self.step.placement.device_type)
+        casts = ParameterCasts(precision.dtype if precision is not None else None, params)
+        self.gradients = GradientRecorder(self.step, self.watch, casts, named_buffers.get(f"{LOSS_SCALE}.scale"))
+        user_code = UserCodeMode(stand_ins, self.free, self.value_reads, casts, self.step.placement.device_type)
         user_code.has_floats = bool(self.inputs.floats) and not self.fixed
         with blocking_other_threads(self.root), _compat.reparametrize(self.root, dict(state)), self.watch, user_code:
             with (
@@ -248,10 +242,18 @@ class BuildTrace:
         losses, ended = self.gradients.losses, self.gradients.ended
         final = [params[name].grad for name in ended]
         wide = [self.gradients.wide[name] for name in ended if name in self.gradients.wide]
-        lists = [tensors, losses, list(ended.values()), final, list(params.values()), list(buffers.values())]
-        lists += [self.value_reads.checks, wide]
-        self.counts = [len(items) for items in lists]
-        return [item for items in lists for item in items]
+        results: dict[str, list[Any]] = {
+            "outputs": tensors,
+            "losses": losses,
+            "ended": list(ended.values()),
+            "final": final,
+            "params": list(params.values()),
+            "buffers": list(buffers.values()),
+            "checks": self.value_reads.checks,
+            "wide": wide,
+        }
+        self.counts = {name: len(items) for name, items in results.items()}
+        return [item for items in results.values() for item in items]
 
     # ---- results
 
@@ -313,19 +315,27 @@ class BuildTrace:
             return first_line(error)
         return ""
 
-    def _traced(self, module: fx.GraphModule) -> TracedBuild:
+    def _traced(self, module: fx.GraphModule, pins: list[Pinned]) -> TracedBuild:
         self.gradients.settle_phases(module.graph)
         with_grad = list(self.gradients.ended)
-        trains = bool(self.gradients.losses or with_grad)
-        with_wide = [name for name in with_grad if name in self.gradients.wide]
-        traced = TracedBuild(
-            module, self.out, self.out_spec, trains, with_grad, self.env, with_wide, dict(self.symbols)
+        flat: Any = iter(module.graph.output_node().args[0])  # type: ignore[arg-type]
+        return TracedBuild(
+            module,
+            self.out,
+            self.out_spec,
+            trains=bool(self.gradients.losses or with_grad),
+            with_grad=with_grad,
+            with_wide=[name for name in with_grad if name in self.gradients.wide],
+            env=self.env,
+            symbols=self.symbols,
+            fixed=self.fixed,
+            goes_by_values=not self.fixed and (self.guards.has_exact_float or holds_nan(module)),
+            results={name: list(islice(flat, count)) for name, count in self.counts.items()},
+            pins=pins,
+            attributes=self.guards.unchanged_values(),
+            namespaces=self.guards.namespaces,
+            constants=self.free.identities(),
         )
-        flat = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
-        names = ("outputs", "losses", "ended", "final", "params", "buffers", "checks", "wide")
-        for name, count in zip(names, self.counts, strict=True):
-            traced.results[name], flat = flat[:count], flat[count:]
-        return traced
 
 
 def _checked_literal(leaf: Any) -> Any:

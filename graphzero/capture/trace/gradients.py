@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -34,20 +34,16 @@ class GradientRecorder:
     ``p.grad`` in the dtype of the parameter, as the code behind backward() finds it.
     """
 
-    def __init__(self, step: Step, watch: OpMode) -> None:
-        self.step, self.watch = step, watch
+    def __init__(self, step: Step, watch: OpMode, casts: ParameterCasts, scale: Tensor | None) -> None:
+        """casts: of the trace.  scale: what a loss is multiplied by before backward; None for nothing."""
+        self.step, self.watch, self._casts, self._scale = step, watch, casts, scale
         self.losses: list[Tensor] = []
         self.ended: dict[str, Tensor] = {}
         self.wide: dict[str, Tensor] = {}
-        self._casts, self._scale = ParameterCasts(None), cast("Tensor | None", None)
         self._left: dict[str, tuple[Tensor, Tensor, int]] = {}  # as autograd left it, ``wide``, and its version
         self._asked: list[Tensor] = []
         self._asking = False
         self._cleared: CaptureError | None = None  # zero_grad() after the last backward()
-
-    def begin(self, casts: ParameterCasts, scale: Tensor | None) -> None:
-        """casts: of the trace.  scale: what a loss is multiplied by before backward; None for nothing."""
-        self._casts, self._scale = casts, scale
 
     @_compat.contextmanager
     def watching(self, params: Mapping[str, nn.Parameter]) -> Iterator[None]:

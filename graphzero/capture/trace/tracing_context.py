@@ -74,17 +74,14 @@ def forbidding_optimizer_steps(specs: list[OptimizerSpec]) -> Iterator[None]:
             "leave out optimizer.step() and zero_grad(); clipping is add_optimizer(..., clip_grad_norm=1.0)",
         )
 
-    saved = [(group, dict(group)) for spec in specs for group in spec.optimizer.param_groups]
-    groups = [DictSnapshot(group) for group, _ in saved]
+    groups = [DictSnapshot(group) for spec in specs for group in spec.optimizer.param_groups]
     with ExitStack() as stack:
         for spec in specs:
             stack.enter_context(_compat.patched(spec.optimizer, "step", no_step))
         with _compat.undoing(lambda: restore_all(groups)):
             yield
-            numbers = [
-                (group[k], x) for group, before in saved for k, x in before.items() if isinstance(x, (int, float))
-            ]
-            if any(now is not x and now != x for now, x in numbers):  # a nan is not equal to itself
+            changes = [change for group in groups for change in group.changed()]
+            if any(isinstance(before, (int, float)) and now != before for _, before, now in changes):
                 raise problem(
                     "build changes a hyperparameter of an optimizer, which would happen once, not on every call",
                     "step schedulers between calls, or give them to the Graph: add_optimizer(..., lr_sch=scheduler)",
