@@ -86,14 +86,14 @@ class GraphBuilder:
     def add_constants(self, module: fx.GraphModule) -> None:
         """Placeholders for the tensors that build closes over."""
         for node in module.graph.find_nodes(op="get_attr"):
-            tensor = _attribute(module, str(node.target))
+            tensor: Tensor = getattr(module, str(node.target))
             if _uniform(tensor) is None and not any(tensor is constant for constant in self.constants.values()):
                 name = f"constant_{len(self.constants)}"
                 placeholder = self.placeholder(Role("constant", str(len(self.constants))), name, tensor)
                 self.constants[placeholder.name] = tensor
 
     def _constant(self, module: fx.GraphModule, node: fx.Node) -> fx.Node:
-        tensor = _attribute(module, str(node.target))
+        tensor: Tensor = getattr(module, str(node.target))
         number = _uniform(tensor)
         if number is None:
             name = next(name for name, constant in self.constants.items() if constant is tensor)
@@ -189,11 +189,6 @@ def _statistics_in_float32(node: fx.Node) -> None:
     source: Any = node.args[0] if node.args else None
     if node.target is operator.getitem and source.target in _NORMS:
         node.meta["type"] = source.meta["type"][node.args[1]]
-
-
-def _attribute(module: fx.GraphModule, name: str) -> Tensor:
-    tensor: Tensor = operator.attrgetter(name)(module)
-    return tensor
 
 
 def _uniform(tensor: Tensor) -> Any:

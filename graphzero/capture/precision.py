@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from graphzero.capture.problems import SHOWN, place_of
+from graphzero.capture.problems import SHOWN, form_of, place_of
 from graphzero.capture.spec import Step
 from graphzero.capture.trace.casts import is_master
 from graphzero.errors import ConfigError
@@ -57,7 +57,7 @@ def _check_rounded(step: Step, trained: Mapping[str, Tensor]) -> None:
 
 
 def _refusal(step: Step, arguments: str, what: str, params: Mapping[str, Tensor], hint: str) -> ConfigError:
-    shown = [f"{path}: {str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for path, p in params.items()]
+    shown = [f"{path}: {form_of(p)}" for path, p in params.items()]
     more = [f"... and {len(shown) - SHOWN} more"] if len(shown) > SHOWN else []
     return ConfigError(
         f"enable_amp({arguments}): {what}\n\n  at {place_of(step.build)}\n\n"

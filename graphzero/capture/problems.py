@@ -109,6 +109,11 @@ def warn_of_lost_writes(written: Sequence[str]) -> None:
         )
 
 
+def form_of(x: Tensor) -> str:
+    """Dtype and shape in words: float32[2, 3]."""
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
 def first_line(error: BaseException) -> str:
     """An error of torch's in one line."""
     text = str(error).strip().splitlines()

@@ -40,7 +40,6 @@ class UpdateWriter:
         self.ended: dict[str, fx.Node] = {}
         self.narrow: set[str] = set()  # paths of gradients that the update still has to widen
         self.scale: LossScaleUpdate | None = None
-        self.non_finite: fx.Node | None = None
         self.checks: dict[tuple[str, str], fx.Node] = {}  # by message and line
         self.rounded = 0  # how many values the update has rounded stochastically
 
@@ -76,20 +75,13 @@ class UpdateWriter:
         if precision is None or precision.scaling is None or not paths:
             return
         check_born(self.step, self.states)
-        self.scale = LossScaleUpdate(self.builder.emit, nodes[Role("buffer", f"{LOSS_SCALE}.scale")])
-        self.non_finite = self.scale.count([self.ended[path] for path in paths])
-
-    @property
-    def overflow(self) -> fx.Node:
-        """Number of gradient elements that are not finite. It is computed after the first norm, so that both sums over
-        ranks travel together."""
-        assert self.scale is not None and self.non_finite is not None
-        return self.scale.overflow(self.non_finite)
+        scale = nodes[Role("buffer", f"{LOSS_SCALE}.scale")]
+        self.scale = LossScaleUpdate(self.builder.emit, scale, [self.ended[path] for path in paths])
 
     def _add_check(self, ok: fx.Node, message: str, line: str) -> None:
         """A condition on which the update goes on, joined to those of other parameters at this line."""
         if self.scale is not None:
-            ok = self.builder.emit(aten.logical_or.default, (ok, self.overflow), tensor_type(ok))
+            ok = self.builder.emit(aten.logical_or.default, (ok, self.scale.overflow), tensor_type(ok))
         before = self.checks.get((message, line))
         if before is not None:
             ok = self.builder.emit(aten.logical_and.default, (before, ok), tensor_type(ok))
@@ -105,10 +97,10 @@ class UpdateWriter:
         """The loss scale of the next step, after all updates."""
         precision = self.step.precision
         if self.scale is not None and precision is not None and precision.scaling is not None:
-            self.aux["skipped"] = self.overflow
+            self.aux["skipped"] = self.scale.overflow
             names = [f"{LOSS_SCALE}.{name}" for name, _ in self.step.modules[LOSS_SCALE].named_buffers()]
             roles = [Role("buffer", name) for name in names]
-            given = [self.overflow, *(self.builder.placeholders[role] for role in roles)]
+            given = [self.scale.overflow, *(self.builder.placeholders[role] for role in roles)]
             new = self.builder.add_traced(trace_loss_scale(precision.scaling), given)
             for role, node in zip(roles, new, strict=True):
                 self.put(role, node)
@@ -204,9 +196,7 @@ class UpdateWriter:
             node = by_name[name] if node is self._cast(by_name[name], tensor_type(node).dtype) else self._rounded(node)
         if node is not by_name[name]:
             if self.scale is not None:
-                node = self.scale.keep_on_overflow(
-                    self.overflow, by_name[name] if key else self._read_rounded(param), node
-                )
+                node = self.scale.keep_on_overflow(by_name[name] if key else self._read_rounded(param), node)
             before = self.updates.setdefault(name, node)
             if not key:
                 self.updates[name] = node
@@ -218,7 +208,7 @@ class UpdateWriter:
 
     def add_average(self, spec: AverageSpec) -> None:
         """The average follows the parameters and buffers with which the step ends."""
-        traced, nodes = trace_average(spec, self.step.precision), self.builder.placeholders
+        traced, nodes = trace_average(spec, self.step.rounds), self.builder.placeholders
         roles = {id(x): Role("param", path) for path, x in self.params.items()}
         roles |= {id(x): Role("buffer", path) for path, x in self.root.named_buffers()}
         params, buffers = tensors_of(spec.averaged.module)

@@ -47,7 +47,7 @@ def hash_call(
 
     def parts() -> dict[str, str]:
         fact_texts = describe(call.key, inputs, state)
-        fact_texts |= attributes.describe() | {"parameters without optimizer state": stateless}
+        fact_texts |= attributes.described | {"parameters without optimizer state": stateless}
         fact_texts |= shared.describe(inputs) if running else {}
         fact_texts |= {f"config.{name}": text for name, text in settings.texts.items()}
         fact_texts |= {"random draws": draws, "threads": str(threads)}

@@ -45,6 +45,8 @@ RealTensors = Mapping[int, tuple[Tensor, str]]
 class AttributeGuards:
     """Guards on the attributes that a function reads while this is open: build, or an optimizer's step.
 
+    They are ``model.1.p``, or ``scale`` of the Graph itself, and ``global train.SCALE``.
+
     root: of the modules, whose parameters and buffers are the step's own.
     referenced: names that it reads and that are not attributes; all of them count as read.
     objects: label -> an object whose attributes are guarded besides those of the modules and of ``graph``.
@@ -134,13 +136,6 @@ class AttributeGuards:
             if id(value) not in self._prefixes:
                 self._prefixes[id(value)], self._owners[path] = f"{path}.", value
                 self._record_reads_of(type(value))
-
-
-def record_attribute_guards(build: Any, root: nn.Module) -> AttributeGuards:
-    """A context manager that guards every attribute read inside: ``model.1.p``, or ``scale`` of the Graph itself; and
-    ``global train.SCALE``."""
-    graph = getattr(build, "__self__", None)
-    return AttributeGuards(root, graph, ReferencedNames(build, graph, root))
 
 
 @_compat.contextmanager

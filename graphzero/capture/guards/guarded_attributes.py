@@ -27,8 +27,8 @@ class GuardedAttributes:
     globals and closure variables.
 
     ``read_values`` reads them; the other methods use what was read last.
-    texts: the values, the same in every process.  Containers and objects may hold what is a rank's own (a local rank),
-    so their text says only which value of those in guards they have.
+    texts: the values, the same in every process; described: by attribute.  Containers and objects may hold what is a
+    rank's own (a local rank), so their text says only which value of those in guards they have.
     """
 
     def __init__(self, graph: Any) -> None:
@@ -46,9 +46,9 @@ class GuardedAttributes:
         self._paths: list[str] = []  # in the order in which readers read
         self._values: list[Any] = []
         self._present: dict[str, Any] = {}
-        self._tensor_texts: dict[str, str] = {}
         self._checked: dict[int, bool] = {}  # id of a GuardSet -> whether it holds for these values
         self.texts: tuple[str, ...] = ()
+        self.described: dict[str, str] = {}
 
     def add_guards(self, guards: GuardSet) -> None:
         """Read from now on what these guards need, too."""
@@ -79,11 +79,10 @@ class GuardedAttributes:
             constants = [read_attribute(owner, name) for owner, _, names in self._readers for name in names]
             rebuilt = values[len(self._readers) :]
             self._present = dict(zip(self._paths, [*map(guarded_value, constants), *rebuilt], strict=True))
-            texts = tuple(self._text_of(path, value) for path, value in self._present.items())
-            pairs = zip(self._tensors.values(), identities, strict=True)
-            tensor_texts = [_writes_since(before, now) for (_, before), now in pairs]
-            self._tensor_texts = {f"tensor {i} that build reads": text for i, text in enumerate(tensor_texts)}
-            self.texts = (*texts, *tensor_texts)
+            self.described = {describe_path(path): self._text_of(path, value) for path, value in self._present.items()}
+            for i, ((_, before), now) in enumerate(zip(self._tensors.values(), identities, strict=True)):
+                self.described[f"tensor {i} that build reads"] = _writes_since(before, now)
+            self.texts = tuple(self.described.values())
 
     def check(self, guards: GuardSet) -> bool:
         """Return whether every attribute and tensor has its guarded value."""
@@ -94,11 +93,6 @@ class GuardedAttributes:
             holds = holds and all(tensor_identity(x) == identity for x, identity in guards.tensors)
             self._checked[id(guards)] = holds
         return holds
-
-    def describe(self) -> dict[str, str]:
-        """Describe the attributes by path, as text that is equal in every process."""
-        names = (*map(describe_path, self._present), *self._tensor_texts)
-        return dict(zip(names, self.texts, strict=True))
 
     def _text_of(self, path: str, value: Any) -> str:
         if value is MISSING:

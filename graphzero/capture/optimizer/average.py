@@ -6,6 +6,7 @@ taken as they are, by value: ``where(n_averaged == 0, model, average)``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from graphzero import _compat
 from graphzero.capture.optimizer.step_functions import HostNumbers, pure_module
 from graphzero.capture.problems import first_line, problem
 from graphzero.capture.rewrite import decompositions
-from graphzero.capture.spec import AverageSpec, Precision
+from graphzero.capture.spec import AverageSpec
 from graphzero.errors import CaptureError
 
 
@@ -79,10 +80,10 @@ def tensors_of(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return list(module.parameters()), list(module.buffers())
 
 
-def trace_average(spec: AverageSpec, precision: Precision | None) -> fx.Graph:
+def trace_average(spec: AverageSpec, rounds: Callable[[Tensor], bool]) -> fx.Graph:
     """Trace one update of an average.  Raises CaptureError where it cannot be a graph, or does not fit its model.
 
-    precision: what it rounds stochastically is averaged in float32.
+    rounds: of a step; what is rounded stochastically is averaged in float32.
     Returns a graph of the count, the average's tensors and the model's, in this order, parameters before buffers; its
     results are the new count and the average's new tensors.
     """
@@ -97,7 +98,8 @@ def trace_average(spec: AverageSpec, precision: Precision | None) -> fx.Graph:
     mode = _compat.FakeTensorMode()
     with mode:
         values = [torch.empty((), dtype=torch.int64)]
-        values += [_like(x, precision) for some in (*averages, *models) for x in some]
+        tensors = [x for some in (*averages, *models) for x in some]
+        values += [torch.empty(x.shape, dtype=torch.float32 if rounds(x) else x.dtype) for x in tensors]
 
     def program(count: Any, *tensors: Any) -> list[Any]:
         return _updated(spec.averaged, count, list(tensors), sizes)
@@ -114,11 +116,6 @@ def trace_average(spec: AverageSpec, precision: Precision | None) -> fx.Graph:
             "its averaging function may compute with tensors and n_averaged, but must not read values; or call "
             "update_parameters between calls of the Graph, and leave out add_average",
         ) from error
-
-
-def _like(x: Tensor, precision: Precision | None) -> Tensor:
-    is_rounded = precision is not None and precision.rounds(x)
-    return torch.empty(x.shape, dtype=torch.float32 if is_rounded else x.dtype)
 
 
 def _shapes(tensors: tuple[list[Tensor], list[Tensor]]) -> list[list[torch.Size]]:

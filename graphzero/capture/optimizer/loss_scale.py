@@ -72,10 +72,14 @@ def trace_loss_scale(scaling: Scaling) -> fx.Graph:
 
 
 class LossScaleUpdate:
-    """Ops of a step whose loss is scaled.  scale: as it enters the step."""
+    """Ops of a step whose loss is scaled.
 
-    def __init__(self, emit: Emit, scale: fx.Node) -> None:
+    scale: as it enters the step.  grads: of the parameters that are stepped.
+    """
+
+    def __init__(self, emit: Emit, scale: fx.Node, grads: Iterable[fx.Node]) -> None:
         self.emit, self.scale = emit, scale
+        self._non_finite = self._count(grads)
 
     def inverse(self) -> fx.Node:
         """Factor by which gradients are multiplied, as in GradScaler."""
@@ -84,7 +88,7 @@ class LossScaleUpdate:
         inverse = self.emit(aten.reciprocal.default, (scale,), wide)
         return self.emit(aten._to_copy.default, (inverse,), _FLOAT, kwargs={"dtype": torch.float32})
 
-    def count(self, grads: Iterable[fx.Node]) -> fx.Node:
+    def _count(self, grads: Iterable[fx.Node]) -> fx.Node:
         """Number of elements of the gradients that are not finite; a partial sum where gradients are split."""
         total: fx.Node | None = None
         for grad in grads:
@@ -98,9 +102,12 @@ class LossScaleUpdate:
         assert total is not None
         return total
 
-    def overflow(self, count: fx.Node) -> fx.Node:
-        return self.emit(aten.gt.Scalar, (count, 0), _BOOL)
+    @property
+    def overflow(self) -> fx.Node:
+        """Whether there are such elements.  It is computed after the first norm, so that both sums over ranks travel
+        together."""
+        return self.emit(aten.gt.Scalar, (self._non_finite, 0), _BOOL)
 
-    def keep_on_overflow(self, overflow: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node:
+    def keep_on_overflow(self, old: fx.Node, new: fx.Node) -> fx.Node:
         """``new``, or ``old`` where there was an overflow."""
-        return self.emit(aten.where.self, (overflow, old, new), tensor_type(new))
+        return self.emit(aten.where.self, (self.overflow, old, new), tensor_type(new))

@@ -19,7 +19,7 @@ from graphzero.capture.guards.attribute_guards import AttributeGuards
 from graphzero.capture.host_values.number import HostNumber
 from graphzero.capture.objects.object_snapshot import DictSnapshot, ObjectSnapshot, TensorSnapshot
 from graphzero.capture.objects.scope_snapshot import GlobalsSnapshot
-from graphzero.capture.problems import place_of, problem, user_lines
+from graphzero.capture.problems import form_of, place_of, problem, user_lines
 from graphzero.capture.trace.captured_constants import CapturedConstants
 from graphzero.errors import CaptureError
 
@@ -133,7 +133,7 @@ class AttributeBindings:
         if others:
             return f"build rebinds {what}, which is {', '.join(others)} as well", _SHARED
         if _form(before) != _form(after):
-            change = f"build turns {what}, {_text(before)}, into {_text(after)}"
+            change = f"build turns {what}, {form_of(before)}, into {form_of(after)}"
             return None if self._is_cache(after, now) else (change, _FORM)
         alias = self._alias(place, after, now)
         return (f"build binds {what} to the memory of {alias}", _ALIAS) if alias else None
@@ -195,10 +195,6 @@ class AttributeBindings:
 
 def _path(place: Place) -> str:
     return f"{place[0]}.{place[2]}"
-
-
-def _text(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
 def _form(x: Tensor) -> tuple[Any, ...]:

@@ -22,11 +22,12 @@ from graphzero import _compat
 from graphzero.capture.annotations.local_regions import TracedRegions, regions
 from graphzero.capture.annotations.pins import Pinned, collecting_pins
 from graphzero.capture.guards.attribute_guards import (
+    AttributeGuards,
     forward_tensor_attributes,
-    record_attribute_guards,
     warn_of_new_attributes,
 )
 from graphzero.capture.guards.guarded_values import ObjectIdentity
+from graphzero.capture.guards.referenced_names import ReferencedNames
 from graphzero.capture.host_values.floats import FloatInput, holds_nan, math_of_inputs, symbols_of
 from graphzero.capture.host_values.number import HostNumber
 from graphzero.capture.host_values.value_reads import PLACES, ValueReads, read_problem
@@ -158,7 +159,9 @@ class BuildTrace:
                     self.mode,
                     _compat.preserve_node_meta(),
                 ):
-                    recorded = record_attribute_guards(self.step.build, self.root)
+                    graph = getattr(self.step.build, "__self__", None)
+                    referenced = ReferencedNames(self.step.build, graph, self.root)
+                    recorded = AttributeGuards(self.root, graph, referenced)
                     with recorded as self.guards, forward_tensor_attributes(self.reals, self.guards):
                         module = _compat.make_fx(program, table)(*flat)
                     module = functionalize_writes(module, flat, table, self.mode)

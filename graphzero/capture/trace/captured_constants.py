@@ -19,6 +19,7 @@ from graphzero.capture.objects.object_snapshot import TensorSnapshot
 from graphzero.capture.problems import problem, problem_here
 from graphzero.errors import CaptureError
 from graphzero.ir.storage.overlap import Regions, shares_elements
+from graphzero.sbp.op_call import instances_in
 
 _WRITE_HINT = (
     "Keep what build changes in a buffer of a module (self.register_buffer(name, tensor)), which a step may change in "
@@ -81,7 +82,7 @@ class CapturedConstants:
         """Refuse a write to a free tensor or to shared elements, and a use of a free one that requires a gradient."""
         if func is _LIFT:  # what torch.tensor has made just now
             return
-        for x in _tensors((*args, *kwargs.values())):
+        for x in instances_in((*args, *kwargs.values()), Tensor):
             if not isinstance(x, _compat.FakeTensor) and id(x) not in self._known:
                 self._meet(x)
         if func._schema.is_mutable:
@@ -155,18 +156,8 @@ class CapturedConstants:
 def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """The tensors to which an op writes."""
     positions, names = _written(func)
-    yield from _tensors([args[i] for i in positions if i < len(args)] + [kwargs[n] for n in names if n in kwargs])
-
-
-def _tensors(args: Any) -> Any:
-    """The tensors among arguments of an op, which may be in lists."""
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            for item in arg:
-                if isinstance(item, Tensor):
-                    yield item
+    written = [args[i] for i in positions if i < len(args)] + [kwargs[n] for n in names if n in kwargs]
+    yield from instances_in(written, Tensor)
 
 
 @cache

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from graphzero import _compat
 
@@ -99,13 +100,10 @@ def _rule(packet: str, op: Any) -> Rule | None:
 
 
 def _cast(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(_to(x, dtype) for x in args), {key: _to(x, dtype) for key, x in kwargs.items()}
-
-
-def _to(x: Any, dtype: torch.dtype) -> Any:
-    if isinstance(x, Tensor):
-        return x.to(dtype) if _is_eligible(x) else x
-    return [_to(one, dtype) for one in x] if isinstance(x, (list, tuple)) else x
+    cast: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
+        lambda x: x.to(dtype) if _is_eligible(x) else x, (args, kwargs)
+    )
+    return cast
 
 
 def _is_eligible(x: Any) -> bool:
@@ -113,8 +111,7 @@ def _is_eligible(x: Any) -> bool:
 
 
 def _widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
-    lists = [x if isinstance(x, (list, tuple)) else [x] for x in (*args, *kwargs.values())]
-    dtypes = {x.dtype for tensors in lists for x in tensors if _is_eligible(x)}
+    dtypes = {x.dtype for x in pytree.arg_tree_leaves(*args, **kwargs) if _is_eligible(x)}
     return torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cpu")
 
 

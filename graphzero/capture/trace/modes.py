@@ -29,7 +29,7 @@ from graphzero.capture.host_values.masks import (
 )
 from graphzero.capture.host_values.sync_free_functions import STAND_INS
 from graphzero.capture.host_values.value_reads import FACTORIES, ValueReads
-from graphzero.capture.problems import problem_here, traced_code, user_lines, withdraw_problem
+from graphzero.capture.problems import form_of, problem_here, traced_code, user_lines, withdraw_problem
 from graphzero.capture.trace.attention import attention
 from graphzero.capture.trace.captured_constants import CapturedConstants
 from graphzero.capture.trace.casts import ParameterCasts, replace_known_tensors
@@ -265,8 +265,7 @@ class OpMode(TorchDispatchMode):
     def _check_product(self, func: Any, args: Any) -> None:
         operands = [arg for arg in args if isinstance(arg, Tensor)]
         if len({x.dtype for x in operands}) > 1:
-            shown = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in operands)
-            name = func._schema.name.split("::")[1]
+            name, shown = func._schema.name.split("::")[1], ", ".join(map(form_of, operands))
             raise problem_here(f"{name} of different dtypes: {shown}", _PRODUCT_HINT)
 
 
