@@ -15,8 +15,7 @@ from graphzero.sbp.types import Sbp
 
 _LOCAL = "What runs there is per-rank code, whose values are global only as out_sbp says; pin what the region returns"
 Pinned = tuple[Sbp | None, ...]
-_running: ContextVar[list[Pinned] | None] = ContextVar("graphzero_pins", default=None)
-_placement: ContextVar[Placement | None] = ContextVar("graphzero_placement", default=None)
+_running: ContextVar[tuple[Placement, list[Pinned]] | None] = ContextVar("graphzero_pins", default=None)
 
 
 def is_capturing() -> bool:
@@ -26,17 +25,18 @@ def is_capturing() -> bool:
 
 def placement_of_capture() -> Placement:
     """The placement of the step that is being traced."""
-    placement = _placement.get()
-    assert placement is not None
-    return placement
+    running = _running.get()
+    assert running is not None
+    return running[0]
 
 
 def pin_value(x: Tensor, sbp: Sequence[Sbp | None]) -> Tensor:
     """Pin ``x`` inside build: one SBP per placement axis, None where it is free.  Outside of a Graph the identity."""
-    pins = _running.get()
-    if pins is None:
+    running = _running.get()
+    if running is None:
         return x
     refuse_inside("to_global pins a value inside of a local_region", _LOCAL)
+    _, pins = running
     pins.append(tuple(sbp))
     return PIN(x, len(pins) - 1)  # type: ignore[no-any-return]
 
@@ -45,7 +45,7 @@ def pin_value(x: Tensor, sbp: Sequence[Sbp | None]) -> Tensor:
 def collecting_pins(placement: Placement) -> Iterator[list[Pinned]]:
     """While this is open, ``pin_value`` writes down what is pinned in a step on ``placement``."""
     pins: list[Pinned] = []
-    with _compat.assigned(_running, pins), _compat.assigned(_placement, placement):
+    with _compat.assigned(_running, (placement, pins)):
         yield pins
 
 

@@ -206,13 +206,6 @@ def start_of(optimizer: torch.optim.Optimizer, settings: dict[str, Any], param: 
     """The state that an optimizer makes for a parameter when it is constructed."""
     if not optimizer.state:  # else it is loaded, stepped, or made by __init__ as Adagrad does
         return {}
-    twin = _constructed(optimizer, settings, param)
-    return dict(twin.state.get(param, {})) if twin is not None else {}
-
-
-def _constructed(
-    optimizer: torch.optim.Optimizer, settings: dict[str, Any], param: Tensor
-) -> torch.optim.Optimizer | None:
     known: Callable[..., Any] = type(optimizer).__init__
     accepted = inspect.signature(known).parameters
     plain = {k: optimizer.param_groups[0].get(k, x) for k, x in optimizer.defaults.items()}
@@ -220,9 +213,9 @@ def _constructed(
     chosen.update({k: None for k in ("foreach", "fused") if k in chosen})
     chosen.update({k: False for k in ("capturable", "differentiable") if k in chosen})
     try:
-        return type(optimizer)([param], **chosen)
+        return dict(type(optimizer)([param], **chosen).state.get(param, {}))
     except Exception:
-        return None
+        return {}
 
 
 def _number_of(x: Any) -> Any:

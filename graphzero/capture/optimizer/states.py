@@ -6,6 +6,7 @@ holds only until it is there (``OptimizerStateGuard``).
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from torch import Tensor
@@ -87,14 +88,10 @@ def mark_first_steps(index: int, members: list[SteppedParameter], fills: StateFi
 
 def equal_states(members: list[SteppedParameter], fills: StateFills) -> set[tuple[int, str]]:
     """(group, key) of the 0-d states that are equal for all parameters of the group: step counters."""
-    values: dict[tuple[int, str], set[Any]] = {}
-    counts: dict[tuple[int, str], int] = {}
-    sizes: dict[int, int] = {}
+    values: dict[tuple[int, str], list[Any]] = {}
+    sizes = Counter(member.group for member in members)
     for member in members:
-        sizes[member.group] = sizes.get(member.group, 0) + 1
         for key, entry in member.states.items():
             if key in member.counters and entry is not None:
-                place = (member.group, key)
-                counts[place] = counts.get(place, 0) + 1
-                values.setdefault(place, set()).add((entry[0], fills.counter_value(member, key)))
-    return {place for place, distinct in values.items() if len(distinct) == 1 and counts[place] == sizes[place[0]]}
+                values.setdefault((member.group, key), []).append((entry[0], fills.counter_value(member, key)))
+    return {place for place, counters in values.items() if len(set(counters)) == 1 and len(counters) == sizes[place[0]]}

@@ -61,7 +61,7 @@ class OptimizerTracer:
     """
 
     def __init__(self, optimizer: Optimizer, index: int = 0, paths: Mapping[int, str] | None = None) -> None:
-        self.optimizer, self.index, self.paths = optimizer, index, paths or {}
+        self.optimizer, self.paths = optimizer, paths or {}
         self.name, self.step = type(optimizer).__name__, _compat.unhooked_step(optimizer)
         self.groups, self.state = optimizer.param_groups, optimizer.state
         self.owned = {id(p): p for group in self.groups for p in group["params"]}
@@ -77,7 +77,10 @@ class OptimizerTracer:
         self.snapshots = self._reached()
         self.mixes = any(map(self._holds_params, self.snapshots))
         self._check_inner()
-        self.guards = self._attribute_guards()
+        spaces: dict[str, Any] = {f"optimizer {index}": optimizer}
+        spaces |= {f"optimizer {index} inside {n}": inner for n, inner in enumerate(self.inner)}
+        referenced = ReferencedNames(self.step, optimizer, nn.Module())
+        self.guards = AttributeGuards(nn.Module(), None, referenced, spaces)
 
     # ---- what it reaches
 
@@ -122,11 +125,6 @@ class OptimizerTracer:
             _SHARE,
             [place_of(self.step)],
         )
-
-    def _attribute_guards(self) -> AttributeGuards:
-        spaces: dict[str, Any] = {f"optimizer {self.index}": self.optimizer}
-        spaces |= {f"optimizer {self.index} inside {n}": inner for n, inner in enumerate(self.inner)}
-        return AttributeGuards(nn.Module(), None, ReferencedNames(self.step, self.optimizer, nn.Module()), spaces)
 
     # ---- a step
 
