@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import cmath
 import math
-import operator
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,6 +20,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from graphzero import _compat
+from graphzero.capture.host_values.number import add_operators
 from graphzero.ir.source_location import is_project
 
 _SYMBOLIC = (torch.SymFloat, torch.SymInt)
@@ -156,20 +156,11 @@ def numbers_of(tree: Any) -> Any:
     return pytree.tree_map_only(FloatInput, lambda x: x.number(), tree)
 
 
-def _operator(name: str, turned: bool) -> Callable[[FloatInput, Any], Any]:
-    function: Callable[[Any, Any], Any] = getattr(operator, name)
-    return lambda self, other: self._with(other, function, turned)
-
-
 def _method(name: str) -> Callable[..., Any]:
     return lambda self, *args: getattr(self.number(), name)(*map(_number_of, args))
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(FloatInput, f"__{_name}__", _operator(_name, turned=False))
-    setattr(FloatInput, f"__r{_name}__", _operator(_name, turned=True))
-for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
-    setattr(FloatInput, f"__{_name}__", _operator(_name, turned=False))
+add_operators(FloatInput)
 for _name in (
     "__float__", "__int__", "__trunc__", "__floor__", "__ceil__", "__round__", "__divmod__", "__rdivmod__", "__hash__",
     "__format__", "__repr__", "__str__", "is_integer", "as_integer_ratio", "hex",

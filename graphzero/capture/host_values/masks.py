@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from graphzero import _compat
 from graphzero.capture.host_values.number import HostNumber
-from graphzero.capture.problems import problem_here, record_problem, withdraw_problem
+from graphzero.capture.problems import problem, record_problem, user_lines
 from graphzero.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _SHAPE: Any = Tensor.shape.__get__  # type: ignore[attr-defined]
 
 def data_dependent_shape_problem(what: str) -> CaptureError:
     """The shape of a result depends on values."""
-    return problem_here(f"the shape of a result depends on data: {what}", SHAPE_HINT)
+    return problem(f"the shape of a result depends on data: {what}", SHAPE_HINT, user_lines())
 
 
 class MaskedSelection(Tensor):
@@ -72,7 +72,6 @@ def select_by_mask(value_reads: ValueReads, x: Tensor, index: Any) -> MaskedSele
     with torch.no_grad():
         rows = HostNumber(mask.sum(), value_reads)
     problem = data_dependent_shape_problem("indexing by a boolean mask")
-    withdraw_problem(problem)
     with _compat.without_modes():
         selection: MaskedSelection = torch.empty(0).as_subclass(MaskedSelection)
         selection.rows, selection.rest, selection.problem = rows, tuple(x.shape[mask.dim() :]), problem

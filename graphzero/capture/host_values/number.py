@@ -4,7 +4,8 @@ number."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -213,13 +214,18 @@ _NO_POWER = "ArithmeticError: a power that Python has no float for: of 0, of a n
 INT64 = 9.22e18  # what is below fits, also where the float64 that says so is rounded
 
 
-def _operator(name: str, turned: bool) -> Callable[[HostNumber, Any], Any]:
-    function = {"truediv": _divided, "pow": _power}.get(name) or getattr(operator, name)
-    return lambda self, other: self._with(other, function, turned)
+def add_operators(cls: Any, own: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType({})) -> None:
+    """Give a class Python's operators on numbers, each by its ``_with``.  own: by name, in place of Python's."""
+
+    def method(function: Callable[[Any, Any], Any], turned: bool) -> Callable[[Any, Any], Any]:
+        return lambda self, other: self._with(other, function, turned)
+
+    for name in ("lt", "le", "eq", "ne", "gt", "ge"):
+        setattr(cls, f"__{name}__", method(getattr(operator, name), turned=False))
+    for name in ("add", "sub", "mul", "mod", "floordiv", "truediv", "pow"):
+        function = own.get(name) or getattr(operator, name)
+        setattr(cls, f"__{name}__", method(function, turned=False))
+        setattr(cls, f"__r{name}__", method(function, turned=True))
 
 
-for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
-    setattr(HostNumber, f"__{_name}__", _operator(_name, turned=False))
-for _name in ("add", "sub", "mul", "mod", "floordiv", "truediv", "pow"):
-    setattr(HostNumber, f"__{_name}__", _operator(_name, turned=False))
-    setattr(HostNumber, f"__r{_name}__", _operator(_name, turned=True))
+add_operators(HostNumber, {"truediv": _divided, "pow": _power})

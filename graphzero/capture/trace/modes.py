@@ -29,7 +29,7 @@ from graphzero.capture.host_values.masks import (
 )
 from graphzero.capture.host_values.sync_free_functions import STAND_INS
 from graphzero.capture.host_values.value_reads import FACTORIES, ValueReads
-from graphzero.capture.problems import form_of, problem_here, traced_code, user_lines, withdraw_problem
+from graphzero.capture.problems import form_of, problem_here, record_problem, traced_code, user_lines, withdraw_problem
 from graphzero.capture.trace.attention import attention
 from graphzero.capture.trace.captured_constants import CapturedConstants
 from graphzero.capture.trace.casts import ParameterCasts, replace_known_tensors
@@ -237,7 +237,7 @@ class OpMode(TorchDispatchMode):
             raise problem_here(f"the shapes inside {_LENGTHS[func]} depend on lengths, which are data", _LENGTHS_HINT)
         if _sized_by_values(func, args):
             name = "indexing by a boolean mask" if func is aten.index.Tensor else func._schema.name.split("::")[1]
-            raise data_dependent_shape_problem(name)
+            raise record_problem(data_dependent_shape_problem(name))
         if func.namespace == "torch_attn":
             raise problem_here(*VARLEN_ATTENTION)
         if func in _PRODUCTS:
