@@ -8,7 +8,8 @@ Shapes are global and devices unknown: passes decide where values are, and the r
 from graphzero.capture.annotations.local_regions import region_runs
 from graphzero.capture.annotations.pins import is_capturing, pin_value, placement_of_capture
 from graphzero.capture.assemble import capture
-from graphzero.capture.guards import GuardedAttributes, GuardSet, describe_path
+from graphzero.capture.guards.guard_set import GuardSet
+from graphzero.capture.guards.guarded_attributes import GuardedAttributes, describe_path
 from graphzero.capture.optimizer.average import constants_of_average
 from graphzero.capture.optimizer.hyperparameters import Carry
 from graphzero.capture.optimizer.initial_state import initial_fill

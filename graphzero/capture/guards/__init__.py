@@ -8,8 +8,3 @@ recorded then, as a ``GuardSet``, and ``GuardSet.check`` decides whether a progr
 * ``attribute_guards``: attributes, globals and closure variables that build read (``referenced_names`` finds the
   names, ``guarded_values`` makes values comparable, ``guarded_attributes`` reads them before a call).
 """
-
-from graphzero.capture.guards.guard_set import GuardSet
-from graphzero.capture.guards.guarded_attributes import GuardedAttributes, describe_path
-
-__all__ = ["GuardSet", "GuardedAttributes", "describe_path"]

@@ -176,17 +176,10 @@ def restoring_side_effects(
     snapshots = snapshot_reachable([*root.modules(), getattr(step.build, "__self__", None)], step.build)
     with restoring_process_state() as streams, _compat.undoing(lambda: restore_all(snapshots)):
         yield snapshots
-        _warn_of_writes(snapshots, line)
+        changed = (contents for contents in snapshots if contents.differs())
+        warn_of_lost_writes(list(dict.fromkeys(name for contents in changed for name in _written(contents, line))))
         _warn_of_modes(snapshots)
         _warn_of_draws(streams)
-
-
-def _warn_of_writes(snapshots: list[ObjectSnapshot], line: Callable[[Any, str], str]) -> None:
-    """A value that build keeps in an attribute or a container is lost: build runs once, to be written down."""
-    written = list(
-        dict.fromkeys(name for contents in snapshots if contents.differs() for name in _written(contents, line))
-    )
-    warn_of_lost_writes(written)
 
 
 def _warn_of_modes(snapshots: list[ObjectSnapshot]) -> None:
