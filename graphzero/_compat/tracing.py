@@ -242,9 +242,7 @@ def checks_given_to(taken: Callable[[type[Exception], Any, Any], bool]) -> Abstr
     return patched(torch, "_check_with", check)
 
 
-def functions() -> Any:
-    """The namespace through which ``torch.nn.functional`` reaches ops that have no other Python name."""
-    return torch._VF
+functions: Any = torch._VF  # through which torch.nn.functional reaches ops that have no other Python name
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def warn_of_lost_writes(written: Sequence[str]) -> None:
         warnings.warn(
             f"build sets {shown}, which has no effect: build runs only once, while it is traced. Return the "
             "value, or keep it in a buffer (register_buffer) and change it in place",
-            stacklevel=3,
+            stacklevel=2,
         )
 
 

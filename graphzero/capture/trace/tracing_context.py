@@ -53,7 +53,7 @@ def tracing_context(placement: Placement) -> Iterator[None]:
         stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it looks at values, of which there are none
         stack.enter_context(dtensor_calls(placement))
         stack.enter_context(_compat.patched(F, "scaled_dot_product_attention", attention))
-        stack.enter_context(_compat.patched(_compat.functions(), "dropout", _dropout))
+        stack.enter_context(_compat.patched(_compat.functions, "dropout", _dropout))
         stack.enter_context(_compat.patched(nn.modules.batchnorm._BatchNorm, "forward", batch_norm))
         if device_type != "cpu":
             if torch.is_autocast_enabled(device_type):
