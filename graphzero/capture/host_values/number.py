@@ -45,9 +45,10 @@ class HostNumber(TracedNumber):
         self.tensor, self.value_reads, self.line = tensor, value_reads, user_frame()
 
     @classmethod
-    def read(cls, x: Tensor, value_reads: ValueReadHandler) -> HostNumber:
+    def read_tensor(cls, x: Tensor, value_reads: ValueReadHandler) -> HostNumber:
         """The number that ``x.item()`` gives: that of now, whatever is written to ``x`` later."""
-        if x.numel() != 1 or x.is_complex() or x.dtype == getattr(torch, "uint64", None):
+        may_exceed = not x.dtype.is_signed and x.element_size() == 8  # what an integer of ours has
+        if x.numel() != 1 or x.is_complex() or may_exceed:
             raise value_reads.problem(".item()", x)
         dtype = torch.float64 if x.is_floating_point() else torch.bool if x.dtype == torch.bool else torch.int64
         with torch.no_grad():

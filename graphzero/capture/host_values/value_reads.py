@@ -150,7 +150,7 @@ class ValueReads:
     # ---- values
 
     def item(self, x: Tensor) -> HostNumber:
-        return HostNumber.read(x, self)
+        return HostNumber.read_tensor(x, self)
 
     def tolist(self, x: Tensor) -> Any:
         if x.numel() > _MOST or x.is_complex():

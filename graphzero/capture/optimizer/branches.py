@@ -75,7 +75,7 @@ class BranchOutcomes(TorchFunctionMode):
         if func is Tensor.__bool__:
             return self.truth(args[0])
         if func is Tensor.item:
-            return HostNumber.read(args[0], self)
+            return HostNumber.read_tensor(args[0], self)
         if func in _COMPARE:
             return self.truth(_COMPARE[func](*args, **(kwargs or {})))
         if func in _TAKEN:
