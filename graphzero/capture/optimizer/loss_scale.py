@@ -47,7 +47,7 @@ class LossScale(nn.Module):
 def _next_states(
     scaling: Scaling, overflow: Tensor, scale: Tensor, growth_tracker: Tensor, hysteresis: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``LossScale`` holds after a step, from what it holds before."""
+    """States of ``LossScale`` after a step, from those before it."""
     grown = scale * scaling.growth
     grown = torch.where(grown.abs() < math.inf, grown, scale)
     counted = growth_tracker + 1
