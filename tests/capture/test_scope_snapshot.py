@@ -1,6 +1,8 @@
 """Globals, shared variables, classes, settings and random streams are after a capture as they were before."""
 
 import random
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -75,6 +77,71 @@ def test_variables_that_build_shares_with_a_function_around_it():
     Program(Owner(build, model=nn.Linear(8, 4)), [], (torch.randn(6, 8),))
     cells = dict(zip(build.__code__.co_freevars, build.__closure__, strict=True))
     assert (cells["inner"].cell_contents, kept) == (0, [])
+
+
+class Named:
+    """Reached by its name alone."""
+
+    calls, names = 0, {"a": 0}
+
+
+class Tracker:
+    """Reached as an object."""
+
+    calls = 0
+
+    def count(self):
+        type(self).calls += 1
+
+    def count_globally(self):
+        global COUNT
+        COUNT += 1
+
+
+def add_one(to=[0], *, more={"n": 0}):  # noqa: B006 - defaults that calls share
+    to[0] += 1
+    more["n"] += 1
+
+
+def name_class():
+    Named.calls += 1
+    Named.names["a"] += 1
+
+
+def set_in_module():
+    other_module.calls += 1
+    other_module.Inner.calls += 1
+
+
+other_module = ModuleType("other_module")
+exec(compile("calls = 0\nclass Inner:\n    calls = 0\n", __file__, "exec"), vars(other_module))
+other_module.__file__ = __file__
+sys.modules["other_module"] = other_module
+WRITES = {
+    "a class by its name": (name_class, ["an attribute of the class Named", "['a'] of a dict"]),
+    "the class of an object": (Tracker().count, ["an attribute of the class Tracker"]),
+    "a global, in a method of an object": (Tracker().count_globally, ["the global COUNT"]),
+    "defaults": (add_one, ["an entry of a list", "['n'] of a dict"]),
+    "another module": (set_in_module, ["the global calls", "an attribute of the class Inner"]),
+}
+
+
+@pytest.mark.filterwarnings("default:build sets")
+@pytest.mark.parametrize("name", WRITES)
+def test_what_functions_that_build_calls_write_is_restored_and_the_user_is_told(name):
+    write, names = WRITES[name]
+
+    def build(self, x):
+        write()
+        return self.model(x)
+
+    with pytest.warns(UserWarning, match="build sets") as told:
+        Program(Owner(build, model=nn.Linear(8, 4)), [], (torch.randn(6, 8),))
+    text = "\n".join(str(one.message) for one in told)
+    assert all(part in text for part in names), text
+    assert (Named.calls, Named.names, Tracker.calls, COUNT) == (0, {"a": 0}, 0, 0)
+    assert (other_module.calls, other_module.Inner.calls) == (0, 0)
+    assert (add_one.__defaults__, add_one.__kwdefaults__) == (([0],), {"more": {"n": 0}})
 
 
 def settings():

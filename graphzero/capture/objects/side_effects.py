@@ -1,8 +1,9 @@
 """Restores Python objects that build changes while it is traced.
 
 Restored are attributes and containers (dicts, lists, sets, deques, also nested) of the Graph, its modules and the
-objects reachable from them; gradients and flags of their tensors; globals, closure variables and classes that build and
-the user's functions called from it name; torch's settings, and random streams.
+objects reachable from them; gradients and flags of their tensors; globals, closure variables, defaults and attributes
+of modules that build and the user's functions called from it name; attributes of classes of all these objects, and of
+those that are named; torch's settings, and random streams.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from graphzero.capture.objects.object_snapshot import (
     snapshots_of,
 )
 from graphzero.capture.objects.scope_snapshot import FUNCTIONS, METHODS, ScopeReferences
+from graphzero.capture.objects.snapshot_diff import attribute_or_entry, describe_changes
 from graphzero.capture.problems import warn_of_lost_writes
 from graphzero.capture.spec import Step
 from graphzero.ir.source_location import is_library
@@ -66,6 +68,8 @@ def snapshot_all(roots: Iterable[Any], reached: ScopeReferences) -> list[ObjectS
     todo: deque[tuple[Any, tuple[Any, str]]] = deque((root, (None, "")) for root in roots)
     while todo:
         obj, owner = todo.popleft()
+        kind = obj if isinstance(obj, type) else type(obj)
+        todo.extend((x, (None, "")) for x in reached.attributes_of_class(kind))
         if type(obj) in _ATOMS or id(obj) in seen or not _is_open(type(obj)):
             continue
         seen.add(id(obj))
@@ -117,8 +121,7 @@ def _is_of_threads(x: Any) -> bool:
 def snapshot_reachable(objects: list[Any], function: Any) -> list[ObjectSnapshot]:
     """The contents of all that a function may reach which is given ``objects``, and of what their classes name."""
     reached = ScopeReferences()
-    shared = [x for kind in dict.fromkeys(map(type, objects)) for x in reached.attributes_of_class(kind)]
-    return [*snapshot_all([*objects, function, *shared], reached), *reached.snapshots]
+    return [*snapshot_all([*objects, function], reached), *reached.snapshots]
 
 
 class RandomStates:
@@ -217,8 +220,7 @@ def _written(contents: ObjectSnapshot, line: Callable[[Any, str], str]) -> Itera
         for key, before, now in contents.changed():
             # build may switch modes; what it traces is in the mode that it set
             if key != "training" and (is_other_number(before, now) or isinstance(now, (Tensor, TracedNumber))):
-                shown = f"[{key!r}] of a dict" if owner is None else f"{type(owner).__name__}.{key}"
-                yield f"{shown}{_at(line(owner, key) or _line_of([now]))}"
+                yield f"{attribute_or_entry(owner, key)}{_at(line(owner, key) or _line_of([now]))}"
     elif isinstance(contents, DictSnapshot) and name in _REGISTERS and isinstance(owner, nn.Module):
         # another tensor in a buffer's place is the step's update
         for key in [key for key, before, _ in contents.changed() if before is None]:
@@ -226,8 +228,7 @@ def _written(contents: ObjectSnapshot, line: Callable[[Any, str], str]) -> Itera
     elif not isinstance(contents, TensorSnapshot):
         news = [x for x in contents.new_content() if isinstance(x, (int, float, Tensor, TracedNumber))]
         if news:
-            where = name or "a variable of a function around it" if owner is None else f"{type(owner).__name__}.{name}"
-            yield f"{where}{_at(_line_of(news))}"
+            yield f"{', '.join(describe_changes(contents))}{_at(_line_of(news))}"
 
 
 def _line_of(news: Iterable[Any]) -> str:

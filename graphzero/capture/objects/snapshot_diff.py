@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
+from types import CellType
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,7 @@ _OF_TORCH = frozenset({"_opt_called", "_step_count", "_warned_capturable_if_run_
 def describe_changes(snapshot: ObjectSnapshot) -> Iterator[str]:
     """The attributes, entries and variables that are not what they were."""
     owner, name = snapshot.owner
-    what = f"{_named(owner)}.{name}" if owner is not None else "a variable of a function around it"
+    what = _describe_holder(snapshot)
     there = snapshot.read_content(snapshot.holder)
     if isinstance(snapshot, DictSnapshot):
         before, now = dict(snapshot.items()), dict(snapshot.holder)
@@ -27,15 +28,28 @@ def describe_changes(snapshot: ObjectSnapshot) -> Iterator[str]:
             if key in _OF_TORCH or (key not in before and _is_cached(owner, name, key)):
                 continue
             if _is_other(before.get(key, MISSING), now.get(key, MISSING)):
-                yield f"{what}[{key!r}]" if name else f"{_named(owner)}.{key}"
+                yield f"{what}[{key!r}]" if name else attribute_or_entry(owner, key)
     elif isinstance(snapshot, (SlotsSnapshot, GlobalsSnapshot)):
         of = "the global " if isinstance(snapshot, GlobalsSnapshot) else f"{_named(owner)}."
         both = zip(snapshot.names, snapshot.content, there, strict=True)
         yield from (f"{of}{name}" for name, a, b in both if _is_other(a, b))
     elif len(there) != len(snapshot.content) or any(map(_is_other, snapshot.content, there)):
-        yield (
-            f"an attribute of the class {snapshot.holder.__qualname__}" if isinstance(snapshot, ClassSnapshot) else what
-        )
+        yield what
+
+
+def _describe_holder(snapshot: ObjectSnapshot) -> str:
+    """The attribute or variable that has the contents, for a message."""
+    (owner, name), holder = snapshot.owner, snapshot.holder
+    if isinstance(snapshot, ClassSnapshot):
+        return f"an attribute of the class {holder.__qualname__}"
+    if isinstance(holder, CellType):
+        return "a variable of a function around it"
+    return f"{_named(owner)}.{name}" if owner is not None else f"an entry of a {type(holder).__name__}"
+
+
+def attribute_or_entry(owner: Any, key: Any) -> str:
+    """An attribute of an object, or an entry of a dict that belongs to none, for a message."""
+    return f"[{key!r}] of a dict" if owner is None else f"{_named(owner)}.{key}"
 
 
 def _is_cached(owner: Any, name: str, key: Any) -> bool:
