@@ -24,7 +24,11 @@ from graphzero.capture.guards.guarded_values import (
     CONSTANT_TYPES,
     CONTAINER_TYPES,
     FUNCTION_TYPES,
+    IDENTITY,
+    MAX_DEPTH,
     MISSING,
+    SET_TYPES,
+    entries_of,
     guarded_value,
     read_attribute,
     split_path,
@@ -129,13 +133,27 @@ class AttributeGuards:
     def _add_guard(self, owner: Any, path: str, value: Any) -> None:
         if path in self.guarded or id(value) in self._state:
             return
-        if _is_comparable(value):
+        if _is_comparable(value) or _has_recordable_attributes(type(value), type(owner)):
             self.guarded[path] = guarded_value(value)
-        elif _has_recordable_attributes(type(value), type(owner)):
-            self.guarded[path] = guarded_value(value)
-            if id(value) not in self._prefixes:
-                self._prefixes[id(value)], self._owners[path] = f"{path}.", value
-                self._record_reads_of(type(value))
+            self._record_objects_in(value, path, type(owner))
+
+    def _record_objects_in(self, value: Any, path: str, owner: type, depth: int = 0) -> None:
+        """Record reads of the attributes of an object, and of those that a container or a bound method has."""
+        kind = type(value)
+        if issubclass(kind, MethodType):
+            self._record_objects_in(value.__self__, f"{path}.__self__", owner, depth)
+        elif issubclass(kind, CONTAINER_TYPES):
+            entries = () if depth == MAX_DEPTH or issubclass(kind, SET_TYPES) else entries_of(value)
+            for i, entry in enumerate(entries or ()):
+                if not issubclass(type(entry), CONSTANT_TYPES):
+                    self._record_objects_in(entry, f"{path}.[{i}]", owner, depth + 1)
+        if _has_recordable_attributes(kind, owner):
+            known = self._prefixes.setdefault(id(value), f"{path}.")
+            if known == f"{path}.":
+                self._owners[path] = value
+                self._record_reads_of(kind)
+            else:  # its attributes are guarded where it was met first
+                self.guarded[f"{path}.{IDENTITY}"] = read_attribute(value, IDENTITY)
 
 
 @_compat.contextmanager
@@ -178,7 +196,7 @@ def _is_in_key(owner: Any, name: str) -> bool:
 
 
 def _is_comparable(value: Any) -> bool:
-    kinds = (*CONSTANT_TYPES, *FUNCTION_TYPES, *CONTAINER_TYPES, np.ndarray, Optimizer)
+    kinds = (*CONSTANT_TYPES, *FUNCTION_TYPES, *CONTAINER_TYPES, MethodType, np.ndarray, Optimizer)
     return isinstance(value, kinds) or type(value) is Tensor or value is MISSING
 
 

@@ -34,7 +34,8 @@ class GuardedAttributes:
     def __init__(self, graph: Any) -> None:
         self._graph = graph
         self._constant_paths: dict[str, None] = {}  # of those that are compared as they are
-        self._rebuilt_paths: dict[str, None] = {}  # of tensors, containers and objects, see ``needs_rebuild``
+        # of tensors, containers and objects, see ``needs_rebuild``, and of what is in them
+        self._rebuilt_paths: dict[str, None] = {}
         self._tensors: dict[int, tuple[Tensor, ObjectIdentity]] = {}  # that are not attributes
         self._numbered: dict[str, dict[Any, int]] = {}  # path -> values in guards -> their numbers
         self._inner_paths: set[str] = set()  # of attributes of objects, and of names that are not attributes
@@ -53,7 +54,7 @@ class GuardedAttributes:
     def add_guards(self, guards: GuardSet) -> None:
         """Read from now on what these guards need, too."""
         for path, value in guards.attributes.items():
-            (self._rebuilt_paths if needs_rebuild(value) else self._constant_paths)[path] = None
+            (self._rebuilt_paths if needs_rebuild(value) or "[" in path else self._constant_paths)[path] = None
             numbered = self._numbered.setdefault(path, {})
             numbered.setdefault(value, len(numbered) + 1)
         self._namespaces |= guards.namespaces

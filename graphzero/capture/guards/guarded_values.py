@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 import functools
 from collections import deque
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from types import BuiltinFunctionType, CodeType, FunctionType, SimpleNamespace
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,11 @@ CONSTANT_TYPES = (
     type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, enum.Enum, CodeType,
 )  # fmt: skip
 FUNCTION_TYPES = (FunctionType, BuiltinFunctionType)
-_SET_TYPES = (set, frozenset)
-CONTAINER_TYPES = (dict, list, tuple, deque, *_SET_TYPES, SimpleNamespace, functools.partial, Mapping)
+SET_TYPES = (set, frozenset)
+CONTAINER_TYPES = (dict, list, tuple, deque, *SET_TYPES, SimpleNamespace, functools.partial, Mapping)
+IDENTITY = "[is]"
+MAX_DEPTH, _MAX_ENTRIES = 4, 1000  # of containers that are compared by what they contain
 MISSING: Any = object()  # the value of an attribute that does not exist
-_MAX_DEPTH, _MAX_ENTRIES = 4, 1000  # of containers that are compared by what they contain
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,21 @@ class ContainerValue:
 
 
 def read_attribute(owner: Any, name: str) -> Any:
-    """The attribute of ``owner`` under a name with or without dots; MISSING, which equals nothing else, if none."""
+    """The attribute of ``owner`` under a name with or without dots; MISSING, which equals nothing else, if none.
+
+    A part of the name may be ``[i]``, that entry of a container, or ``[is]``, the object that is there.
+    """
     try:
-        return attrgetter(name)(owner)
-    except AttributeError:
+        if "[" not in name:
+            return attrgetter(name)(owner)
+        for part in name.split("."):
+            if part == IDENTITY:
+                owner = ObjectIdentity(id(owner), type(owner).__qualname__, obj=owner)
+            else:
+                owner = entries_of(owner)[int(part[1:-1])] if part[0] == "[" else getattr(owner, part)
+    except (AttributeError, IndexError, TypeError):  # TypeError: a container no longer
         return MISSING
+    return owner
 
 
 def split_path(path: str, owners: Container[str]) -> tuple[str, str]:
@@ -99,13 +110,17 @@ def guarded_value(obj: Any, depth: int = 0) -> Any:
         return ObjectIdentity(id(obj), f"the function {obj.__qualname__}", obj=obj)
     if issubclass(kind, Optimizer):
         return ObjectIdentity(id(obj), kind.__qualname__, obj=obj)
+    if issubclass(kind, ObjectIdentity):
+        return obj
+    if issubclass(kind, MethodType):
+        return ContainerValue("method", (guarded_value(obj.__func__), read_attribute(obj, f"__self__.{IDENTITY}")))
     if issubclass(kind, Tensor) and not isinstance(obj, nn.Parameter):  # those in containers may be the step's own
         return ObjectIdentity(id(obj), "a tensor", obj=obj) if depth else tensor_identity(obj)
-    if issubclass(kind, CONTAINER_TYPES) and depth < _MAX_DEPTH:
-        entries = _entries_of(obj)
+    if issubclass(kind, CONTAINER_TYPES) and depth < MAX_DEPTH:
+        entries = entries_of(obj)
         if entries is not None:
             guarded = (guarded_value(x, depth + 1) for x in entries)
-            is_set = issubclass(kind, _SET_TYPES)
+            is_set = issubclass(kind, SET_TYPES)
             return ContainerValue(kind.__name__, (frozenset(guarded),) if is_set else tuple(guarded))
     if issubclass(kind, np.ndarray):
         if obj.size <= _MAX_ENTRIES and not obj.dtype.hasobject:
@@ -119,7 +134,7 @@ def _is_tuple_of_constants(kind: type, obj: Any) -> bool:
     return kind is tuple and all(isinstance(x, CONSTANT_TYPES) for x in obj)
 
 
-def _entries_of(container: Any) -> Iterable[Any] | None:
+def entries_of(container: Any) -> Any:
     """Keys and entries of a container; None if there are too many."""
     if isinstance(container, functools.partial):
         return (container.func, container.args, container.keywords)
@@ -131,5 +146,4 @@ def _entries_of(container: Any) -> Iterable[Any] | None:
         pairs: Any = dict.items(container)
     else:
         pairs = container.items() if isinstance(container, Mapping) else None
-    entries: Iterable[Any] = container if pairs is None else [x for pair in pairs for x in pair]
-    return entries
+    return container if pairs is None else [x for pair in pairs for x in pair]

@@ -2,7 +2,8 @@
 
 They are collected from the functions' bytecode before it runs, from build and the modules' forwards on through all
 functions of the project that these name.  A method is followed wherever its name is read from any object.  Attributes
-of classes count as globals where the class is named: ``Options.scale``.
+of classes count as globals where the class is named: ``Options.scale``.  Where a function has it from ``type(x)``,
+``x.__class__`` or as ``cls``, data under a name that the function reads count in all classes that are met.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dis
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,7 @@ _OF_FUNCTIONS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _OF_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _CACHED = type(functools.lru_cache(len))
+_OF_CLASSES = frozenset({"type", "__class__"})
 _CONTAINERS = (dict, list, tuple)
 _WAYS = {property: ".fget", functools.cached_property: ".func", functools.partial: ".func", _CACHED: ".__wrapped__"}
 _MANY = 1000  # entries of a container that is looked into
@@ -62,6 +64,8 @@ class ReferencedNames:
         self._methods: dict[str, list[Any]] = {}
         self._homes: dict[int, tuple[type, str]] = {}  # id of a function -> the class that has it, and its name there
         self._asked: set[str] = set()  # names that were read from anything
+        self._asked_of_classes: set[str] = set()  # of classes that are not named: cls.n, type(x).n
+        self._class_methods: set[int] = set()  # ids of their functions
         self._seen: set[int] = set()
         self._classes: set[tuple[type, bool]] = set()  # with whether objects of them are made
         self._todo: list[Any] = [build]
@@ -77,6 +81,8 @@ class ReferencedNames:
         self._todo += vars(owner).values() if hasattr(owner, "__dict__") else ()
         while self._todo:
             self._look_into(self._todo.pop())
+            if not self._todo:
+                self._note_class_attributes()
 
     def _know(self, kind: type, is_made: bool) -> None:
         """The methods of a class may be called from now on.  is_made: whether build makes objects of it."""
@@ -88,6 +94,8 @@ class ReferencedNames:
                 continue
             for name, value in vars(base).items():
                 functions = list(_functions(value))
+                if isinstance(value, classmethod):
+                    self._class_methods |= set(map(id, functions))
                 self._methods.setdefault(name, []).extend(functions)
                 for function in functions:
                     self._homes[id(function)] = base, name + _WAYS.get(type(value), "")
@@ -103,6 +111,9 @@ class ReferencedNames:
                 self._todo += target.values() if isinstance(target, dict) else target
             return
         functions = [*_functions(target)]
+        if isinstance(target, MethodType):
+            bound_to = target.__self__
+            self._know(bound_to if isinstance(bound_to, type) else type(bound_to), is_made=False)
         if not functions:
             self._know(target if isinstance(target, type) else type(target), is_made=isinstance(target, type))
         for function in functions:
@@ -116,12 +127,23 @@ class ReferencedNames:
             self.names.setdefault(self._class_space(home), {}).update({way: None, f"{way}.__code__": None})
         if is_project(function.__globals__.get("__name__")):
             for code in codes(function.__code__):
+                if id(function) in self._class_methods or not _OF_CLASSES.isdisjoint(code.co_names):
+                    self._asked_of_classes.update(name for name in code.co_names if name[:2] != "__")
                 self._follow_instructions(function, dis.get_instructions(code))
         else:  # a library's decorator
             wrapped = getattr(function, "__wrapped__", None)
             if home is not None:
                 self._homes.setdefault(id(wrapped), (home, f"{way}.__wrapped__"))
             self._todo.append(wrapped)
+
+    def _note_class_attributes(self) -> None:
+        """Note data of classes under names that a function reads which handles classes without naming them."""
+        for kind in [kind for kind, _ in self._classes if is_project(kind.__module__)]:
+            label = self._class_space(kind) if not self._asked_of_classes.isdisjoint(vars(kind)) else ""
+            for name in self._asked_of_classes & vars(kind).keys():
+                is_data = not isinstance(vars(kind)[name], (FunctionType, property, *METHODS))
+                if is_data and name not in self.names.get(label, {}):
+                    self._note(label, name)
 
     def _follow_instructions(self, function: FunctionType, steps: Iterable[dis.Instruction]) -> None:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
@@ -149,6 +171,9 @@ class ReferencedNames:
             return self._note(self._space(f"global {owner.__name__}", id(names), Namespace(names)), name)
         if isinstance(owner, type) and is_project(owner.__module__):
             return self._note(self._class_space(owner), name)
+        if isinstance(owner, FunctionType) and is_project(owner.__module__) and name[:2] != "__":
+            label = f"function {owner.__module__}.{owner.__qualname__}"
+            return self._note(self._space(label, id(vars(owner)), owner), name)
         return None
 
     def _class_space(self, kind: type) -> str:
