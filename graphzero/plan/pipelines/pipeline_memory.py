@@ -164,6 +164,19 @@ class PipelineMemory:
                 waiting -= self.pipeline.round_trips[number].nbytes
         return most
 
+    def category_of(self, key: ValueKey, member: int) -> str:
+        """The category of a value that a part hands over, on the ranks of a member."""
+        if key in self.pipeline.parts.accumulators:
+            return "accumulators"
+        for i, memory in self.parts.items():
+            part = self.pipeline.parts.parts[i]
+            if self.pipeline.member_of(part.key.stage) == member:
+                if key in memory.handed_over:
+                    return memory.category[memory.handed_over[key]]
+                if key in memory.passed_on:
+                    return self.category_of(part.inputs[memory.passed_on[key]], member)
+        return "activations"  # received from another member
+
     def bytes_read(self, message: StageMessage) -> int:
         """Return the bytes of a value where it is received."""
         reader = self.pipeline.calls[message.read_by]

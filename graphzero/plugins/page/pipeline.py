@@ -38,12 +38,12 @@ class CallMemory:
     """
 
     def __init__(self, pipeline: PipelineProgram) -> None:
-        memory, accumulators = PipelineMemory(pipeline), set(pipeline.parts.accumulators)
+        memory = PipelineMemory(pipeline)
         self.most: dict[PartCall, int] = {}
         self.after: dict[PartCall, int] = {}
         self.worst: dict[int, Over] = {}
         self.categories = [
-            _categories(part, {storage[0]: key for key, storage in of_part.handed_over.items()}, accumulators)
+            _categories(part, {storage[0]: key for key, storage in of_part.handed_over.items()}, memory)
             for part, of_part in zip(pipeline.parts.parts, memory.parts.values(), strict=True)
         ]
         highest: dict[int, int] = {}
@@ -54,9 +54,10 @@ class CallMemory:
                 self.worst[call.part], highest[call.part] = over, most
 
 
-def _categories(part: StagePart, handed_over: dict[fx.Node, ValueKey], accumulators: set[ValueKey]) -> dict[int, str]:
+def _categories(part: StagePart, handed_over: dict[fx.Node, ValueKey], memory: PipelineMemory) -> dict[int, str]:
     keys = ((i, part.inputs.get(node.name) or handed_over.get(node)) for i, node in enumerate(part.graph.nodes))
-    return {i: "accumulators" if key in accumulators else "activations" for i, key in keys if key is not None}
+    member = memory.pipeline.member_of(part.key.stage)
+    return {i: memory.category_of(key, member) for i, key in keys if key is not None}
 
 
 def pipeline_data(
