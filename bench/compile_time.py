@@ -5,21 +5,22 @@
     python bench/compile_time.py llama          # Llama 7B with tensor parallelism, 8 x 8 ranks of a fake world, stage 3
 
 The figures stand in bench/results/scale.md.  Models are on the meta device: no weight is ever allocated.  Each
-measurement has a process of its own, of which one core is used.  A part's seconds are in the log of a compilation.
+measurement has a fresh process, of which one core is used; in a forked one, copied pages would count.  A part's seconds
+are in the log of a compilation.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from _run import in_child, markdown, options_of
+from _run import in_fresh_process, markdown, options_of
 from layouts import MEGATRON, parallelise
 from models import WithLoss, gpt2, published_llama
 from parity import TrainGraph
@@ -104,14 +105,15 @@ def main() -> None:
     parser.add_argument("subject", choices=MEASURES)
     parser.add_argument("--full", action="store_true", help="other numbers of layers and ranks too")
     parser.add_argument("--layers", type=int, help="only so many, on 64 ranks")
+    parser.add_argument("--measure", type=int, nargs=2, metavar=("LAYERS", "RANKS"), help="one measurement, as JSON")
     options = options_of(parser)
+    if options.measure:
+        print(json.dumps(MEASURES[options.subject](*options.measure)))
+        return
     cells = CELLS[options.subject] if options.full else CELLS[options.subject][:1]
     found: Found = {}
     for cell in [(options.layers, 64)] if options.layers else cells:
-        figures, end, _ = in_child(partial(MEASURES[options.subject], *cell), wall=600)
-        if figures is None:
-            raise RuntimeError(f"{options.subject} of {cell[0]} layers on {cell[1]} ranks: {end}")
-        found[cell] = figures
+        found[cell] = in_fresh_process("compile_time.py", options.subject, "--measure", *cell)
     print(f"{options.subject}, stage {STAGE}, one core\n")
     show(found)
 
