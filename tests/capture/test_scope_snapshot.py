@@ -144,6 +144,17 @@ def test_what_functions_that_build_calls_write_is_restored_and_the_user_is_told(
     assert (add_one.__defaults__, add_one.__kwdefaults__) == (([0],), {"more": {"n": 0}})
 
 
+@pytest.mark.filterwarnings("error:build sets")
+def test_an_equal_number_in_place_of_another_is_no_write():
+    numbers = [2.5]
+
+    def build(self, x):
+        numbers[0] = float(str(numbers[0]))
+        return self.model(x)
+
+    Program(Owner(build, model=nn.Linear(8, 4)), [], (torch.randn(6, 8),))
+
+
 def settings():
     return (
         torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(), torch.is_anomaly_enabled(),

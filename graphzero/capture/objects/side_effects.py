@@ -227,8 +227,9 @@ def _written(contents: ObjectSnapshot, line: Callable[[Any, str], str]) -> Itera
             yield f"{type(owner).__name__}.{key}{_at(line(owner, key))}"
     elif not isinstance(contents, TensorSnapshot):
         news = [x for x in contents.new_content() if isinstance(x, (int, float, Tensor, TracedNumber))]
-        if news:
-            yield f"{', '.join(describe_changes(contents))}{_at(_line_of(news))}"
+        names = ", ".join(describe_changes(contents)) if news else ""
+        if names:  # else equal numbers have been bound anew
+            yield f"{names}{_at(_line_of(news))}"
 
 
 def _line_of(news: Iterable[Any]) -> str:
