@@ -138,6 +138,7 @@ def _write_shard(
             whole = torch.empty(stored.shape, dtype=_written_dtype(stored, dtype))
             read_tensors([TensorRead(name, stored, whole)], where, index.files, one_process)
             yield from blocks.iterate_bytes(whole)
+            del whole  # before the next one is allocated
 
     hidden = path.with_suffix(".part")
     blocks.write_blocks(hidden, parts())
