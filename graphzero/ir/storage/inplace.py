@@ -57,9 +57,10 @@ def outs_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
 def room_of(x: fx.Node) -> fx.Node | None:
     """The value in whose storage ``x`` was put, as the result of an op or as one of several."""
     if x.target is operator.getitem:
-        source = value.operand(x)
-        outs = outs_of(source) if source.target in OVER_OPERANDS else ()
-        return outs[x.args[1]] if outs else None  # type: ignore[index]
+        source, i = value.operand(x), x.args[1]
+        outs = source.kwargs.get(value.OUT) if source.target in OVER_OPERANDS else None
+        out = outs[i] if isinstance(outs, (list, tuple)) else outs  # type: ignore[index]
+        return out if isinstance(out, fx.Node) else None
     return out_of(x)
 
 
