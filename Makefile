@@ -90,7 +90,7 @@ test-torch: .venv-torch-$(TORCH)/.ready
 bench: $(READY)
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
 	mkdir -p build
-	grep -oE '`([A-Z_]+=[0-9]+ )*python bench/[^`]*`' bench/results/step_time.md | tr -d '`' | while read -r command; do \
+	grep -oE '`([A-Z_]+=[0-9a-z]+ )*python bench/[^`]*`' bench/results/step_time.md | tr -d '`' | while read -r command; do \
 		printf '`%s`:\n\n' "$$command"; PATH="$(abspath $(BIN)):$$PATH" sh -c "$$command" < /dev/null; printf '\n'; done | tee build/bench.md
 
 # What examples need, without the tools of development.
