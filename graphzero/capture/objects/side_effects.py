@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from graphzero import _compat
 from graphzero.capture.objects.object_snapshot import (
     DictSnapshot,
+    IteratorSnapshot,
     ObjectSnapshot,
     TensorSnapshot,
     TracedNumber,
@@ -70,7 +71,7 @@ def snapshot_all(roots: Iterable[Any], reached: ScopeReferences) -> list[ObjectS
         obj, owner = todo.popleft()
         kind = obj if isinstance(obj, type) else type(obj)
         todo.extend((x, (None, "")) for x in reached.attributes_of_class(kind))
-        if type(obj) in _ATOMS or id(obj) in seen or not _is_open(type(obj)):
+        if type(obj) in _ATOMS or id(obj) in seen or not (_is_open(type(obj)) or isinstance(obj, Iterator)):
             continue
         seen.add(id(obj))
         if isinstance(obj, FUNCTIONS):
@@ -84,7 +85,7 @@ def snapshot_all(roots: Iterable[Any], reached: ScopeReferences) -> list[ObjectS
         if isinstance(obj, (tuple, frozenset)):
             todo.extend((x, owner) for x in obj)
             continue
-        of_object = list(snapshots_of(obj, owner))
+        of_object = list(snapshots_of(obj, owner)) if _is_open(type(obj)) else [IteratorSnapshot(obj, owner)]
         if not isinstance(obj, nn.Module) and any(
             _is_of_threads(x) for snapshot in of_object for x in snapshot.content[:_MANY]
         ):
@@ -183,6 +184,7 @@ def restoring_side_effects(
         warn_of_lost_writes(list(dict.fromkeys(name for contents in changed for name in _written(contents, line))))
         _warn_of_modes(snapshots)
         _warn_of_draws(streams)
+        _warn_of_iterators(snapshots)
 
 
 def _warn_of_modes(snapshots: list[ObjectSnapshot]) -> None:
@@ -213,6 +215,17 @@ def _warn_of_draws(streams: RandomStates) -> None:
         )
 
 
+def _warn_of_iterators(snapshots: list[ObjectSnapshot]) -> None:
+    used = (x for x in snapshots if isinstance(x, IteratorSnapshot) and x.differs())
+    names = list(dict.fromkeys(name for contents in used for name in describe_changes(contents)))
+    if names:
+        warnings.warn(
+            f"build takes items from {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}, only once, while it is "
+            "traced: every step has the same ones. Take them outside of build and pass them in",
+            stacklevel=2,
+        )
+
+
 def _written(contents: ObjectSnapshot, line: Callable[[Any, str], str]) -> Iterator[str]:
     """The attributes that build has changed to numbers and tensors, or to containers with other ones."""
     owner, name = contents.owner
@@ -225,7 +238,7 @@ def _written(contents: ObjectSnapshot, line: Callable[[Any, str], str]) -> Itera
         # another tensor in a buffer's place is the step's update
         for key in [key for key, before, _ in contents.changed() if before is None]:
             yield f"{type(owner).__name__}.{key}{_at(line(owner, key))}"
-    elif not isinstance(contents, TensorSnapshot):
+    elif not isinstance(contents, (TensorSnapshot, IteratorSnapshot)):
         news = [x for x in contents.new_content() if isinstance(x, (int, float, Tensor, TracedNumber))]
         names = ", ".join(describe_changes(contents)) if news else ""
         if names:  # else equal numbers have been bound anew

@@ -10,7 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from graphzero.capture.objects.object_snapshot import MISSING, DictSnapshot, ObjectSnapshot, SlotsSnapshot
+from graphzero.capture.objects.object_snapshot import (
+    MISSING,
+    DictSnapshot,
+    IteratorSnapshot,
+    ObjectSnapshot,
+    SlotsSnapshot,
+)
 from graphzero.capture.objects.scope_snapshot import ClassSnapshot, GlobalsSnapshot
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -44,7 +50,10 @@ def _describe_holder(snapshot: ObjectSnapshot) -> str:
         return f"an attribute of the class {holder.__qualname__}"
     if isinstance(holder, CellType):
         return "a variable of a function around it"
-    return f"{_named(owner)}.{name}" if owner is not None else f"an entry of a {type(holder).__name__}"
+    if owner is not None:
+        return f"{_named(owner)}.{name}"
+    article = "a" if isinstance(snapshot, IteratorSnapshot) else "an entry of a"
+    return f"{article} {type(holder).__name__}"
 
 
 def attribute_or_entry(owner: Any, key: Any) -> str:

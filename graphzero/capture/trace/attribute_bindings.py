@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from graphzero import _compat
 from graphzero.capture.guards.attribute_guards import AttributeGuards
 from graphzero.capture.host_values.number import HostNumber
-from graphzero.capture.objects.object_snapshot import DictSnapshot, ObjectSnapshot, TensorSnapshot
+from graphzero.capture.objects.object_snapshot import DictSnapshot, IteratorSnapshot, ObjectSnapshot, TensorSnapshot
 from graphzero.capture.objects.scope_snapshot import GlobalsSnapshot
 from graphzero.capture.problems import form_of, place_of, problem, user_lines
 from graphzero.capture.trace.captured_constants import CapturedConstants
@@ -170,7 +170,7 @@ class AttributeBindings:
         snapshots: all that build reaches, as it was before.
         """
         for contents in snapshots:
-            if isinstance(contents, (TensorSnapshot, GlobalsSnapshot)) or not contents.differs():
+            if isinstance(contents, (TensorSnapshot, GlobalsSnapshot, IteratorSnapshot)) or not contents.differs():
                 continue
             owner, name = contents.owner
             if isinstance(contents, DictSnapshot) and name not in _REGISTERS:
