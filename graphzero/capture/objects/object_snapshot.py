@@ -224,7 +224,7 @@ class TensorSnapshot(ObjectSnapshot):
 
 
 class IteratorSnapshot(ObjectSnapshot):
-    """How far an iterator of Python's or of a library's is, as far as it says; it cannot be put back.
+    """The position of an iterator of Python's or of a library's, as far as it says; it cannot be put back.
 
     A generator says it by its variables, ``itertools.count`` by its repr, those over a container by the number of items
     that are left, and one of a library, such as a DataLoader's, by the integers among its attributes.
