@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -160,3 +162,27 @@ def test_equal_objects_anew_in_each_call_are_one_program() -> None:
     graph.held = [Scale()]
     graph(x)
     assert graph.program is program
+
+
+ARRAYS: dict[str, Callable[[], Any]] = {
+    "numpy": lambda: np.ones(3),
+    "numpy, 800 kB": lambda: np.ones(100_000),
+    "array": lambda: array.array("d", [1.0, 1.0]),
+    "bytearray": lambda: bytearray(b"\x01\x01"),
+}
+
+
+@pytest.mark.parametrize("held_in", ["attribute", "list"])
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_number_that_is_written_into_an_array(name: str, held_in: str) -> None:
+    values, x = ARRAYS[name](), torch.ones(2)
+    if held_in == "attribute":
+        step = Step(values, lambda held, x: x * float(held[1]))
+    else:
+        step = Step([values], lambda held, x: x * float(held[0][1]))
+    assert step(x).tolist() == [1, 1]
+    values[1] = 3
+    assert step(x).tolist() == [3, 3]
+    values[1] = 1
+    assert step(x).tolist() == [1, 1]
+    assert len(step._selection.programs.all) == 2

@@ -15,12 +15,12 @@ from contextlib import ExitStack
 from types import MappingProxyType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphzero import _compat
 from graphzero.capture.guards.guarded_values import (
+    ARRAY_TYPES,
     CONSTANT_TYPES,
     CONTAINER_TYPES,
     FUNCTION_TYPES,
@@ -196,7 +196,7 @@ def _is_in_key(owner: Any, name: str) -> bool:
 
 
 def _is_comparable(value: Any) -> bool:
-    kinds = (*CONSTANT_TYPES, *FUNCTION_TYPES, *CONTAINER_TYPES, MethodType, np.ndarray, Optimizer)
+    kinds = (*CONSTANT_TYPES, *FUNCTION_TYPES, *CONTAINER_TYPES, *ARRAY_TYPES, MethodType, Optimizer)
     return isinstance(value, kinds) or type(value) is Tensor or value is MISSING
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from array import array
 from collections import deque
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
@@ -21,9 +22,11 @@ CONSTANT_TYPES = (
 )  # fmt: skip
 FUNCTION_TYPES = (FunctionType, BuiltinFunctionType)
 SET_TYPES = (set, frozenset)
+ARRAY_TYPES = (np.ndarray, bytearray, array)
 CONTAINER_TYPES = (dict, list, tuple, deque, *SET_TYPES, SimpleNamespace, functools.partial, Mapping)
 IDENTITY = "[is]"
 MAX_DEPTH, _MAX_ENTRIES = 4, 1000  # of containers that are compared by what they contain
+_MAX_BYTES = 1 << 20  # of numpy arrays, alike: 0.2 ms of each call
 MISSING: Any = object()  # the value of an attribute that does not exist
 
 
@@ -123,9 +126,11 @@ def guarded_value(obj: Any, depth: int = 0) -> Any:
             is_set = issubclass(kind, SET_TYPES)
             return ContainerValue(kind.__name__, (frozenset(guarded),) if is_set else tuple(guarded))
     if issubclass(kind, np.ndarray):
-        if obj.size <= _MAX_ENTRIES and not obj.dtype.hasobject:
+        if obj.nbytes <= _MAX_BYTES and not obj.dtype.hasobject:
             return ContainerValue("array", (obj.dtype.str, obj.shape, obj.tobytes()))
         return ObjectIdentity(id(obj), "an array", obj=obj)
+    if issubclass(kind, (bytearray, array)):
+        return ContainerValue(kind.__name__, (bytes(obj),))
     kind = obj if issubclass(kind, type) else kind
     return ObjectIdentity(id(kind), kind.__qualname__, obj=kind)
 
