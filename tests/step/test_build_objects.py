@@ -186,3 +186,10 @@ def test_a_number_that_is_written_into_an_array(name: str, held_in: str) -> None
     values[1] = 1
     assert step(x).tolist() == [1, 1]
     assert len(step._selection.programs.all) == 2
+
+
+def test_an_array_of_another_type_has_other_numbers_though_equal_bytes() -> None:
+    step, x = Step(array.array("i", [1]), lambda held, x: x * held[0]), torch.ones(2)
+    assert step(x).tolist() == [1, 1]
+    step.held = array.array("f", array.array("i", [1]).tobytes())
+    assert step(x).tolist() == [step.held[0]] * 2

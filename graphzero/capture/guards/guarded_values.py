@@ -130,7 +130,8 @@ def guarded_value(obj: Any, depth: int = 0) -> Any:
             return ContainerValue("array", (obj.dtype.str, obj.shape, obj.tobytes()))
         return ObjectIdentity(id(obj), "an array", obj=obj)
     if issubclass(kind, (bytearray, array)):
-        return ContainerValue(kind.__name__, (bytes(obj),))
+        view = memoryview(obj)  # equal bytes of another format are other numbers
+        return ContainerValue(kind.__name__, (view.format, view.tobytes()))
     kind = obj if issubclass(kind, type) else kind
     return ObjectIdentity(id(kind), kind.__qualname__, obj=kind)
 
