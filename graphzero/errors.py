@@ -104,6 +104,18 @@ def shorten_repr(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
+def where_raised(error: BaseException) -> str:
+    """The last line of others' code, neither graphzero's nor torch's tracing, that an error came through: ", at
+    file:line in function", or "" if there is none."""
+    frames = _user_frames(error.__traceback__)
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    if frames is None:
+        return ""
+    code = frames.tb_frame.f_code
+    return f", at {code.co_filename}:{frames.tb_lineno} in {code.co_name}"
+
+
 def hides_frames(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, a public entry, whose GraphZeroErrors have short tracebacks."""
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from graphzero import _compat
-from graphzero.errors import ConfigError, GraphZeroError
+from graphzero.errors import ConfigError, GraphZeroError, where_raised
 
 COMMANDS, PASSES, SETTINGS, INPUTS, CONFIGS, STAGES, SPLITS, PLANS, CHECKS, EXECUTORS = POINTS = (
     "graphzero.commands", "graphzero.passes", "graphzero.settings", "graphzero.inputs", "graphzero.configs",
@@ -64,7 +64,7 @@ class Extension:
         except Exception as error:
             if self.distribution == DISTRIBUTION:
                 raise
-            raise self.refusal(f"stopped: {type(error).__name__}: {error}") from error
+            raise self.refusal(f"stopped: {type(error).__name__}: {error}{where_raised(error)}") from error
 
     def refusal(self, problem: str) -> ConfigError:
         """The error for a plug-in that cannot be used."""

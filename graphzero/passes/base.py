@@ -10,11 +10,12 @@ import difflib
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from graphzero.errors import ConfigError, VerifyError, shorten_repr
+from graphzero.extensions import PACKAGE, PASSES, Extension, extensions
 from graphzero.ir import value
 from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.packed_graph import PackedGraph, PackedHistory
@@ -81,6 +82,17 @@ class Group(BuiltinPass):
         return graph
 
 
+def is_built_in(pass_: Pass) -> bool:
+    """Return whether a pass is graphzero's own: what others' passes make is looked at more closely."""
+    return isinstance(pass_, BuiltinPass) and type(pass_).__module__.partition(".")[0] == PACKAGE
+
+
+def plugin_of(pass_: Pass) -> Extension | None:
+    """The entry point of another distribution that a pass comes from."""
+    plugin = None if is_built_in(pass_) else extensions(PASSES).get(pass_name(pass_))
+    return plugin if plugin is not None and type(pass_) is getattr(plugin.load(), "kind", None) else None
+
+
 def each(passes: Iterable[Pass]) -> Iterator[Pass]:
     """The passes, those of groups one by one."""
     for pass_ in passes:
@@ -135,7 +147,7 @@ class Pipeline:
     They change one clone of the graph, in turn; after each it is verified, and packed for the record.  ``history``
     keeps one ``Record`` per pass of the last run.
 
-    verifies: False for programs that are only priced, of which many are made; those that run are verified.
+    verifies: False for programs that are only priced, of which many are made: only passes of others are verified then.
 
     Raises:
         ConfigError: when it is made, of what is not a list of passes.
@@ -183,17 +195,19 @@ class Pipeline:
         self, pass_: Pass, graph: StepGraph, before: PackedGraph, packer: PackedHistory
     ) -> tuple[StepGraph, PackedGraph]:
         """Run a pass; a graph that it leaves as it was is neither verified nor packed again."""
-        name, given = pass_name(pass_), _Given.from_graph(graph)
-        known = None if isinstance(pass_, BuiltinPass) else facts_of(graph)
+        given, plugin = _Given.from_graph(graph), plugin_of(pass_)
+        name = pass_name(pass_) + (f" of the distribution {plugin.distribution}" if plugin is not None else "")
+        known = None if is_built_in(pass_) else facts_of(graph)
         started = time.perf_counter()
-        result = _result(pass_, graph, name)
+        with nullcontext() if plugin is None else plugin.name_errors():
+            result = _result(pass_, graph, name)
         finished = time.perf_counter()
         graph = _checked(given, result, name)
         after = packer.add_copy(graph)
-        if self.verifies and not (self.history and after is before):
+        if (self.verifies or known is not None) and not (self.history and after is before):
             verify(graph, after=repr(pass_) if known is None else name, is_final=False, known=known)
         graph.settle()
-        self.history.append(Record(name, pass_, (before, after), finished - started))
+        self.history.append(Record(pass_name(pass_), pass_, (before, after), finished - started))
         return graph, after
 
 

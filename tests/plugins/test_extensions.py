@@ -12,13 +12,16 @@ import pytest
 import torch
 from distributions import forget, install
 from graphs import TrainGraph, mean_square
+from toys import step
 
 import graphzero as gz
 from graphzero import extensions
 from graphzero.cli import main
 from graphzero.config import PluginValue, Settings, plugin_settings
-from graphzero.passes import pass_list, pass_names
+from graphzero.ir.text.parser import parse
+from graphzero.passes import Pipeline, pass_list, pass_names
 from graphzero.plan.plan_extension import plan_extensions
+from graphzero.plan.variants import run_unverified
 from graphzero.runtime.execute.checks import room_checks
 from graphzero.step.input_transform import active_transform
 
@@ -387,6 +390,8 @@ def say_rows(module, placement):
 BAD = (
     TEXT
     + """
+from graphzero.ir import ops
+from graphzero.passes import BuiltinPass
 from graphzero.plan import PlanExtension
 
 class Raises(PlanExtension):
@@ -441,6 +446,36 @@ class Misnamed(Noop):
     limit: int = dataclasses.field(default=0, metadata={"setting": "limits"})
 
 of_no_setting = PassEntry(Misnamed, "captured", after="zero")
+
+@dataclasses.dataclass(frozen=True)
+class Stops(Noop):
+    def __call__(self, graph):
+        return graph.meta["stage"]
+
+@dataclasses.dataclass(frozen=True)
+class Forgets(Noop):
+    def __call__(self, graph):
+        pass
+
+@dataclasses.dataclass(frozen=True)
+class Misphased(BuiltinPass):
+    def __call__(self, graph):
+        first = next(node for node in graph.nodes if node.op == "call_function")
+        first.meta["phase"] = "forwards"
+        return graph
+
+@dataclasses.dataclass(frozen=True)
+class Reduces(BuiltinPass):
+    def __call__(self, graph):
+        first = next(node for node in graph.nodes if node.op == "call_function")
+        with graph.graph.inserting_after(first):
+            again = graph.call(ops.all_reduce, (first, "dp", "sum"), first.meta["type"], like=first)
+        first.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
+        return graph
+
+stops, forgets = PassEntry(Stops, "captured", after="zero"), PassEntry(Forgets, "captured", after="zero")
+misphased, reduces = PassEntry(Misphased, "captured", after="zero"), PassEntry(Reduces, "captured", after="zero")
+misphased_late = PassEntry(Misphased, "local", after="bucket")
 
 def room_for_ever(graph):
     graph.config.depth += 1
@@ -520,6 +555,42 @@ def test_a_pass_that_misbehaves_in_the_list_is_named(site: Site) -> None:
     site("passes", "noop", "MODULE:asks_itself", text=BAD)
     with pytest.raises(gz.ConfigError, match=REFUSED.format("passes", "stopped: RecursionError")):
         two_layers().compile(torch.ones(2, 2))
+
+
+def test_an_error_in_a_pass_of_others_says_its_distribution_and_the_line(site: Site) -> None:
+    site("passes", "stops", "MODULE:stops", text=BAD)
+    line = BAD[: BAD.index('graph.meta["stage"]')].count("\n") + 1
+    problem = rf"stopped: AttributeError: .*, at .*others_plugin.py:{line} in __call__\n  Update it, or uninstall it"
+    with pytest.raises(gz.ConfigError, match=REFUSED.format("passes", problem)):
+        two_layers().compile(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ("forgets", "pass forgets of the distribution others-plugin returned NoneType"),
+        ("misphased", "after pass misphased of the distribution others-plugin: 'use' has 'forwards' for a phase"),
+        ("reduces", "after pass reduces of the distribution others-plugin: 'all_reduce' is a move at level captured"),
+    ],
+)
+def test_a_pass_of_others_is_verified_whatever_its_base_and_its_distribution_is_said(
+    site: Site, entry: str, problem: str
+) -> None:
+    site("passes", entry, f"MODULE:{entry}", text=BAD)
+    with pytest.raises(gz.errors.VerifyError, match=problem):
+        two_layers().compile(torch.ones(2, 2))
+
+
+def test_drafts_of_a_program_verify_passes_of_others(site: Site) -> None:
+    site("passes", "misphased", "MODULE:misphased_late", text=BAD)
+    options = pass_list.Options(stage=2)
+    graph = Pipeline(pass_list.default_passes(options, until="bucket"))(parse(step()))
+    for draft in (
+        lambda: run_unverified(graph.clone(), options, "bucket"),
+        lambda: Pipeline(pass_list.default_passes(options, since="bucket"), verifies=False)(graph),
+    ):
+        with pytest.raises(gz.errors.VerifyError, match="after pass misphased of the distribution others-plugin"):
+            draft()
 
 
 def test_a_field_of_a_setting_that_is_not_there_is_refused(site: Site) -> None:
