@@ -1,6 +1,6 @@
-"""How ``make docs`` turns the pages into a site.
+"""Settings of Sphinx, with which ``make docs`` turns the pages into a site.
 
-They stay plain Markdown, as a code host shows it: no directive stands on them.  The contents of the site are the lists
+They stay plain Markdown, as a code host shows it: they have no directives.  The contents of the site are the lists
 of links in docs/index.md, a part for each of its headings.  Sources are the whole repository's, because pages link to
 results of bench/ and to files of examples/.
 """
@@ -27,11 +27,11 @@ TO_ROOT = '<meta http-equiv="refresh" content="0; url=docs/index.html"><a href="
 
 def contents(page: str) -> str:
     """The hidden tables of contents of a page's lists of links."""
-    found = []
+    tables = []
     for part in page.split("\n## ")[1:]:
         links = re.findall(r"\]\(([\w./]+)\.md\)", part)
-        found += ["", "```{toctree}", ":hidden:", f":caption: {part.splitlines()[0]}", "", *links, "```", ""]
-    return "\n".join(found)
+        tables += ["", "```{toctree}", ":hidden:", f":caption: {part.splitlines()[0]}", "", *links, "```", ""]
+    return "\n".join(tables)
 
 
 def setup(app: Any) -> None:

@@ -21,7 +21,7 @@ that prints.
 
 
 def printed() -> str:
-    """What the program prints."""
+    """The output of the program."""
     return subprocess.run([sys.executable, SOURCE], capture_output=True, check=True, text=True, timeout=250).stdout
 
 

@@ -41,72 +41,72 @@ def text() -> str:
 
 def undocumented() -> list[str]:
     """Public names without a docstring."""
-    found = []
+    missing = []
     for module, short in MODULES.items():
-        for name, held in _names(module):
-            members = _members(held) if inspect.isclass(held) else []
-            found += [f"{short}.{name}"] * (_is_code(held) and not _doc(held))
-            found += [f"{short}.{name}.{member}" for member, inner in members if not _doc(inner)]
-    return found
+        for name, member in _names(module):
+            members = _members(member) if inspect.isclass(member) else []
+            missing += [f"{short}.{name}"] * (_is_code(member) and not _doc(member))
+            missing += [f"{short}.{name}.{inner}" for inner, text in members if not _doc(text)]
+    return missing
 
 
 def _names(module: str) -> list[tuple[str, Any]]:
-    found = importlib.import_module(module)
-    names = {*found.__all__, *(name for name in dir(found) if "__dir__" in vars(found) and not name.startswith("_"))}
-    return [(name, getattr(found, name)) for name in sorted(names, key=lambda name: (name.lower(), name))]
+    loaded = importlib.import_module(module)
+    names = {*loaded.__all__, *(name for name in dir(loaded) if "__dir__" in vars(loaded) and not name.startswith("_"))}
+    return [(name, getattr(loaded, name)) for name in sorted(names, key=lambda name: (name.lower(), name))]
 
 
-def _is_code(held: Any) -> bool:
-    return isinstance(held, type) or inspect.isroutine(held)
+def _is_code(public: Any) -> bool:
+    return isinstance(public, type) or inspect.isroutine(public)
 
 
 def _module(module: str, short: str) -> Iterator[str]:
     yield f"## {short}\n\n{markdown(importlib.import_module(module).__doc__ or '')}\n"
-    for name, held in _names(module):
-        if inspect.ismodule(held):
+    for name, public in _names(module):
+        if inspect.ismodule(public):
             continue
         yield f"### {short}.{name}\n"
-        elsewhere = next((f"{s}.{n}" for m, s in MODULES.items() for n, x in _names(m) if x is held), None)
-        if _is_code(held) and elsewhere != f"{short}.{name}":
+        elsewhere = next((f"{s}.{n}" for m, s in MODULES.items() for n, x in _names(m) if x is public), None)
+        if _is_code(public) and elsewhere != f"{short}.{name}":
             yield f"The same as `{elsewhere}`.\n"
-        elif isinstance(held, type):
-            yield from _class(held, name)
-        elif _is_code(held):
-            yield f"`{name}{_arguments(held)}`\n\n{markdown(_doc(held))}\n"
-        elif hasattr(held, "__origin__"):
-            yield f"The type `{_type(held)}`.\n"
+        elif isinstance(public, type):
+            yield from _class(public, name)
+        elif _is_code(public):
+            yield f"`{name}{_arguments(public)}`\n\n{markdown(_doc(public))}\n"
+        elif hasattr(public, "__origin__"):
+            yield f"The type `{_type(public)}`.\n"
         else:
-            yield f"`{held!r}`, of type `{type(held).__name__}`. {markdown(_doc(type(held))).splitlines()[0]}\n"
+            yield f"`{public!r}`, of type `{type(public).__name__}`. {markdown(_doc(type(public))).splitlines()[0]}\n"
 
 
-def _class(held: type, name: str) -> Iterator[str]:
-    made = "" if issubclass(held, Exception) else _arguments(held)
-    text, example, _ = _doc(held).partition("\nExample::\n")
-    shown = f"\n\nExample: [passes.md](passes.md#{held().name})." if example else ""
-    yield f"`class {name}{made}`\n\n{markdown(text)}{shown}\n"
-    for member, found in _members(held):
-        shown = f"`{member}{_arguments(found)}`" if inspect.isfunction(found) else f"`{member}`"
-        first, *rest = markdown(_doc(found)).splitlines() or [""]
+def _class(public: type, name: str) -> Iterator[str]:
+    arguments = "" if issubclass(public, Exception) else _arguments(public)
+    text, example, _ = _doc(public).partition("\nExample::\n")
+    shown = f"\n\nExample: [passes.md](passes.md#{public().name})." if example else ""
+    yield f"`class {name}{arguments}`\n\n{markdown(text)}{shown}\n"
+    for name, member in _members(public):
+        shown = f"`{name}{_arguments(member)}`" if inspect.isfunction(member) else f"`{name}`"
+        first, *rest = markdown(_doc(member)).splitlines() or [""]
         yield "\n".join([f"* {shown}: {first}", *(f"  {line}".rstrip() for line in rest)])
-    yield from [""] * bool(_members(held))
+    yield from [""] * bool(_members(public))
 
 
-def _members(held: type) -> list[tuple[str, Any]]:
+def _members(public: type) -> list[tuple[str, Any]]:
     """Public methods and properties that the class itself defines, and calls of it that have a text."""
-    found = []
-    added = plugin_members(held) if held is GraphConfig else {}
-    for name, member in (vars(held) | added).items():
-        if name in getattr(held, "__dataclass_fields__", ()):
+    members = []
+    added = plugin_members(public) if public is GraphConfig else {}
+    for name, member in (vars(public) | added).items():
+        if name in getattr(public, "__dataclass_fields__", ()):
             continue  # a default that is a function
         is_call = name == "__call__" and bool(member.__doc__)
         if (is_call or not name.startswith("_")) and (inspect.isfunction(member) or isinstance(member, property)):
-            found.append((name, member))
-    found = [(name, member) for name, member in found if not _doc(member).startswith(NOT_FOR_USERS)]
-    return [] if issubclass(held, Exception) else found
+            members.append((name, member))
+    members = [(name, member) for name, member in members if not _doc(member).startswith(NOT_FOR_USERS)]
+    return [] if issubclass(public, Exception) else members
 
 
-def _arguments(held: Any) -> str:
-    signature = inspect.signature(held)
+def _arguments(public: Any) -> str:
+    signature = inspect.signature(public)
     parts, star = [], False
     for parameter in signature.parameters.values():
         if parameter.name == "self" or (parameter.name.startswith("_") and parameter.default is not parameter.empty):
@@ -117,7 +117,7 @@ def _arguments(held: Any) -> str:
         star = star or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
         default = "" if parameter.default is parameter.empty else f" = {_default(parameter.default)}"
         parts.append(f"{mark}{parameter.name}: {_type(parameter.annotation)}{default}")
-    returns = "" if inspect.isclass(held) else _type(signature.return_annotation)
+    returns = "" if inspect.isclass(public) else _type(signature.return_annotation)
     return f"({', '.join(parts)})" + (f" -> {returns}" if returns not in ("", "None") else "")
 
 
@@ -132,10 +132,10 @@ def _type(annotation: Any) -> str:
     return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", shown)
 
 
-def _doc(held: Any) -> str:
-    if isinstance(held, type) and (held.__doc__ or "").startswith(f"{held.__name__}("):
+def _doc(public: Any) -> str:
+    if isinstance(public, type) and (public.__doc__ or "").startswith(f"{public.__name__}("):
         return ""  # what dataclass writes
-    return inspect.getdoc(held) or ""
+    return inspect.getdoc(public) or ""
 
 
 def markdown(doc: str) -> str:

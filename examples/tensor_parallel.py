@@ -158,11 +158,11 @@ def plain_losses(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list
 
 def traffic(graph: gz.Graph) -> str:
     """The bytes that a rank sends in a step on each axis, from the plan."""
-    found: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    calls: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for c in graph.plan.collectives:
-        found[c.axis, c.phase, c.kind, c.what_for].append(c.bytes)
+        calls[c.axis, c.phase, c.kind, c.what_for].append(c.bytes)
     rows = [["axis, phase, collective, what for", "calls", "bytes"]]
-    rows += [[" ".join(key), str(len(found[key])), f"{sum(found[key]):,.0f}"] for key in sorted(found)]
+    rows += [[" ".join(key), str(len(calls[key])), f"{sum(calls[key]):,.0f}"] for key in sorted(calls)]
     return aligned(rows)
 
 

@@ -40,12 +40,12 @@ def share(batch: tuple[Tensor, ...], rank: int, ranks: int, device: torch.device
 
 def standard_library(limit: int) -> bytes:
     """The first ``limit`` bytes of the installed .py files, in sorted order."""
-    found = bytearray()
+    text = bytearray()
     for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = sorted(set(folders) - {"site-packages", "dist-packages"})
         for name in sorted(files):
             if name.endswith(".py"):
-                found += (Path(folder) / name).read_bytes()
-        if len(found) >= limit:
+                text += (Path(folder) / name).read_bytes()
+        if len(text) >= limit:
             break
-    return bytes(found[:limit])
+    return bytes(text[:limit])

@@ -72,11 +72,11 @@ class GraphTrainer(Trainer):
 
     @functools.cached_property
     def graph(self) -> TrainerGraph:
-        """Made when the optimizer is there."""
-        made = TrainerGraph(self, self.optimizer.optimizer)  # in which is the one that create_optimizer made
-        made.config.enable_amp(self.args.bf16)
-        self.configure(made.config)
-        return made
+        """The training step as a Graph, created at its first use: then there is an optimizer."""
+        graph = TrainerGraph(self, self.optimizer.optimizer)  # the second is create_optimizer's
+        graph.config.enable_amp(self.args.bf16)
+        self.configure(graph.config)
+        return graph
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Wait for all micro-batches of a step, then take it; the optimizer's own step finds no gradients."""
@@ -159,14 +159,14 @@ def windows(count: int, context: int) -> list[dict[str, Tensor]]:
 
 
 def arguments(folder: str, **more: Any) -> TrainingArguments:
-    told = {
+    required = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-3,
         "warmup_steps": 5,
     }
-    shown = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
-    return TrainingArguments(output_dir=folder, **(told | shown | more))
+    quiet = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    return TrainingArguments(output_dir=folder, **(required | quiet | more))
 
 
 def main() -> None:
@@ -176,11 +176,11 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="the Trainer itself, to compare")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        told: dict[str, Any] = (
+        keywords: dict[str, Any] = (
             {} if options.plain else {"configure": lambda config: config.enable_zero(stage=options.stage)}
         )
-        kind, told["train_dataset"] = Trainer if options.plain else GraphTrainer, windows(2000, 64)
-        trainer = kind(make_model(64), arguments(folder, max_steps=options.steps), **told)
+        kind, keywords["train_dataset"] = Trainer if options.plain else GraphTrainer, windows(2000, 64)
+        trainer = kind(make_model(64), arguments(folder, max_steps=options.steps), **keywords)
         trainer.train()
         if int(os.environ.get("RANK", 0)) == 0:
             for one in trainer.state.log_history[:-1]:

@@ -42,7 +42,11 @@ METHODS_OF_ONE_WORD = {  # (class, method) -> why it is not a verb with its obje
     ("Trace", "write"): "public",
 }
 
-EMPTY_WORDS = {("plan/plan.py", "kept"): "public"}  # (file, name) -> why it stays
+EMPTY_WORDS = {("graphzero/plan/plan.py", "kept"): "public"}  # (file, name) -> why it stays
+
+REPOSITORY = ROOT.parent
+READ_BY_USERS = sorted(path for folder in ("docs", "examples") for path in (REPOSITORY / folder).rglob("*.py"))
+ALL = [*PATHS, *READ_BY_USERS]
 
 
 def classes() -> dict[str, list[tuple[pathlib.Path, int]]]:
@@ -96,8 +100,8 @@ def is_empty_word(name: str) -> bool:
 def empty_names() -> set[tuple[str, str]]:
     """(file, name) of each name that says nothing."""
     return {
-        (str(path.relative_to(ROOT)), name)
-        for path in PATHS
+        (path.relative_to(REPOSITORY).as_posix(), name)
+        for path in ALL
         for _, name in names(path, tree(path))
         if is_empty_word(name)
     }
@@ -109,7 +113,7 @@ def test_no_two_classes_have_one_name() -> None:
 
 
 def test_a_method_is_a_verb_with_its_object() -> None:
-    assert not [f"{owner}.{method} ({where})" for path in PATHS for where, owner, method in methods(path, tree(path))
+    assert not [f"{owner}.{method} ({where})" for path in ALL for where, owner, method in methods(path, tree(path))
                 if (owner, method) not in METHODS_OF_ONE_WORD]  # fmt: skip
 
 
@@ -118,15 +122,15 @@ def test_names_say_what_they_name() -> None:
 
 
 def test_a_docstring_names_the_thing() -> None:
-    asking = [f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
-              for path in PATHS for line, text in docstrings(tree(path)) if asks(text)]  # fmt: skip
+    asking = [f"{path.relative_to(REPOSITORY)}:{line}: {text.splitlines()[0]}"
+              for path in ALL for line, text in docstrings(tree(path)) if asks(text)]  # fmt: skip
     assert not asking, "\n".join(asking)
 
 
 def test_exceptions_are_in_use() -> None:
     present = classes()
     assert all(len(present.get(name, ())) > 1 for name in CLASSES_OF_ONE_NAME)
-    used = {(owner, method) for path in PATHS for _, owner, method in methods(path, tree(path))}
+    used = {(owner, method) for path in ALL for _, owner, method in methods(path, tree(path))}
     assert used >= METHODS_OF_ONE_WORD.keys()
 
 

@@ -79,18 +79,18 @@ class Int8Gathers:
 
     def __call__(self, graph: gz.StepGraph) -> gz.StepGraph:
         params = {value.role_of(param): value.nd_of(param) for param in graph.placeholders("param")}
-        made: dict[object, tuple[fx.Node, fx.Node]] = {}
+        quantised_params: dict[object, tuple[fx.Node, fx.Node]] = {}
         for use in list(graph.graph.find_nodes(op="call_function", target=ops.use)):
             source = use.args[0]
             role, type_ = value.role_of(source), value.tensor_type(use)
             cuts = {sbp.dim for sbp in params.get(role, ()) if sbp.is_split}
-            is_copy = any(reader.target is ops.use for reader in use.users)  # which phases read by uses of their own
+            is_copy = any(reader.target is ops.use for reader in use.users)  # phases read by uses of their own
             if value.phase_of(use) == "update" or cuts != {0} or len(type_.shape) < 2 or is_copy:
                 continue
             with graph.graph.inserting_before(use):
-                if (role, type_) not in made:
-                    made[role, type_] = self.quantised(graph, use)
-                read = [self.read_as(graph, use, part) for part in made[role, type_]]
+                if (role, type_) not in quantised_params:
+                    quantised_params[role, type_] = self.quantised(graph, use)
+                read = [self.read_as(graph, use, part) for part in quantised_params[role, type_]]
                 args = (*read, self.block, type_.dtype)
                 wide = graph.call(torch.ops.examples.from_int8.default, args, type_, like=use, name=f"{use.name}_wide")
             use.replace_all_uses_with(wide)

@@ -50,11 +50,11 @@ class NodeLocalCopy:
 
     def reads_of(self, graph: gz.StepGraph, param: fx.Node) -> list[list[fx.Node]]:
         """The uses by which forward and backward read a parameter, or the same cast of it."""
-        found = defaultdict(list)
+        uses = defaultdict(list)
         for use in graph.graph.find_nodes(op="call_function", target=ops.use):
             if value.phase_of(use) != "update" and value.role_of(use.args[0]) == value.role_of(param):
-                found[value.type_of(use)].append(use)
-        return list(found.values())
+                uses[value.type_of(use)].append(use)
+        return list(uses.values())
 
     def copy(self, graph: gz.StepGraph, reads: list[fx.Node], copied: gz.sbp.Nd) -> None:
         first = reads[0]

@@ -86,9 +86,9 @@ class Offload:
 
     def move(self, graph: gz.StepGraph, at: Liveness, span: StorageSpan) -> None:
         """Offload a storage of forward, and let backward read what comes back."""
-        held = [x for x in at.nodes if value.phase_of(x) == "forward" and span.storage in at.roots.get(x, ())]
-        x, *views = [one for one in held if value.is_tensor(one)]
-        readers = sorted({user for one in held for user in one.users}, key=at.position.__getitem__)
+        stored = [x for x in at.nodes if value.phase_of(x) == "forward" and span.storage in at.roots.get(x, ())]
+        x, *views = [one for one in stored if value.is_tensor(one)]
+        readers = sorted({user for one in stored for user in one.users}, key=at.position.__getitem__)
         late = [user for user in readers if user.op == "output" or value.phase_of(user) != "forward"]
         last = max(at.position[user] for user in (x, *readers) if user not in late)
         where = at.section[x][0], "backward"  # of the micro-batch that makes it, or of the step
@@ -106,7 +106,7 @@ class Offload:
 
 
 def shown_to(readers: list[fx.Node], views: list[fx.Node]) -> list[fx.Node]:
-    """Those of ``views``, one of the other, that lead to readers."""
+    """The views of ``views``, each of the one before it, that lead to readers."""
     needed = set(readers)
     for view in reversed(views):
         needed |= {view} if needed & view.users.keys() else set()

@@ -35,10 +35,10 @@ class TwoHops:
 
     def __call__(self, graph: gz.StepGraph) -> gz.StepGraph:
         for pin in graph.gradients().values():
-            made, half = pin.args[0], self.first_hop(graph, pin)
+            gradient, half = pin.args[0], self.first_hop(graph, pin)
             if half is not None:
                 for axis, sbp in zip(graph.placement.names, half, strict=True):
-                    made = graph.pin(made, axis, sbp)
+                    gradient = graph.pin(gradient, axis, sbp)
         return graph
 
     def first_hop(self, graph: gz.StepGraph, pin: fx.Node) -> gz.sbp.Nd | None:
