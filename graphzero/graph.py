@@ -31,6 +31,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.logs import OPTIONS
 from graphzero.passes import Record
 from graphzero.plan import Plan
+from graphzero.plan.plan_extension import ReadOnlyGraphs
 from graphzero.runtime.execute.checks import room_checks
 from graphzero.runtime.state import full_tensors, modules
 from graphzero.runtime.state.modules import ModuleTensor
@@ -220,8 +221,10 @@ class Graph:
             raise plugin.refusal(
                 f"has given a step more room {MOST_TIMES} times, and it still lacks it: {check.message}"
             )
+        graphs = ReadOnlyGraphs([self.program, *self.stage_programs.values()])
         with self._source.ranks.together(f"more room of {self.name}"), plugin.name_errors():
             check.give_more(self)
+            graphs.check(plugin)
         if self.config.settings == before:
             raise error
 

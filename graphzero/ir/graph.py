@@ -11,7 +11,6 @@ What is known of each value is in ``graphzero.ir.value``.  Passes change a clone
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -130,7 +129,7 @@ class StepGraph:
         What it returns speaks of the graph as it was, also when that has changed since.
         """
         facts = value.facts(self.graph.nodes)
-        if len(facts) != len(self._facts) or not all(map(is_, facts, self._facts)):
+        if not value.are_same(facts, self._facts):
             self._facts, self._analyses = facts, {}
         if make not in self._analyses:
             self._analyses[make] = make(self)

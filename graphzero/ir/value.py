@@ -21,10 +21,11 @@ stage    of a placeholder that lives on one pipeline stage, its number; see ``ir
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import is_
 from typing import Any
 
 import torch
@@ -285,6 +286,11 @@ def facts(nodes: Iterable[fx.Node]) -> list[Any]:
         add_all(meta)
         add_all(meta.values())
     return all_facts
+
+
+def are_same(facts: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether two lists have the same objects."""
+    return len(facts) == len(others) and all(map(is_, facts, others))
 
 
 def operand(node: fx.Node, at: int = 0) -> fx.Node:

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from weakref import ref
+from itertools import takewhile
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch.fx import Node
 
 from graphzero.errors import shorten_repr
 from graphzero.extensions import PLANS, Extension, extensions
+from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.passes import Options
 from graphzero.plan.budget import Budget
 from graphzero.plan.variants import Candidate, Variants
+
+
+class ReadOnlyGraphs:
+    """Graphs that a plug-in may read but not change, as they were when it was given them."""
+
+    def __init__(self, graphs: Iterable[StepGraph]) -> None:
+        self._given: WeakKeyDictionary[StepGraph, list[Any]] = WeakKeyDictionary()
+        for graph in graphs:
+            self.add(graph)
+
+    def add(self, graph: StepGraph) -> None:
+        """Give the plug-in another graph."""
+        self._given.setdefault(graph, _facts(graph))
+
+    def check(self, plugin: Extension) -> None:
+        """Raise ConfigError where one of them has changed."""
+        for graph, before in self._given.items():
+            if not value.are_same(before, after := _facts(graph)):
+                changed = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(before, after, strict=False)))
+                node = next((x for x in reversed(after[: changed + 1]) if isinstance(x, Node)), graph.output)
+                raise plugin.refusal(
+                    f"changed the {graph.level} graph {graph.name} that it may only read, at '{node.name}'; "
+                    "it may change graph.clone(), and a pass may change a step"
+                )
+
+
+def _facts(graph: StepGraph) -> list[Any]:
+    return [graph.graph, graph.placement, graph.level, *value.facts(graph.nodes)]
 
 
 class PlanExtension:
@@ -62,14 +95,19 @@ def fitting_program(
         if program.peak <= budget.nbytes:
             break
         programs = [(options, ref(program.graph))]
+        graphs = ReadOnlyGraphs([variants.captured, program.graph])
 
-        def make_program(options: Options, programs: list[tuple[Options, ref[StepGraph]]] = programs) -> Candidate:
+        def make_program(
+            options: Options, programs: list[tuple[Options, ref[StepGraph]]] = programs, graphs: ReadOnlyGraphs = graphs
+        ) -> Candidate:
             candidate = best(options)
             programs.append((options, ref(candidate.graph)))
+            graphs.add(candidate.graph)
             return candidate
 
         with plugin.name_errors():
             options, program, added = extension.find_fitting(variants, options, budget, program, make_program)
+            graphs.check(plugin)
             if all(one != options or graph() is not program.graph for one, graph in programs):
                 raise plugin.refusal("gave a program that best(options) has not made of the options that it gave")
             words += _checked_words(added)
@@ -78,11 +116,13 @@ def fitting_program(
 
 def described_program(variants: Variants, options: Options, program: Candidate) -> Candidate:
     """The program with the words of plug-ins.  Raises ConfigError for a plug-in that describes another program."""
+    graphs = ReadOnlyGraphs([variants.captured, program.graph])
     for plugin, extension in plan_extensions().items():
         with plugin.name_errors():
             described = extension.describe_program(variants, options, program)
             if described.graph is not program.graph:
                 raise plugin.refusal("was to describe a program, and gave another one")
+            graphs.check(plugin)
             _checked_words(described.plan.decisions)
         program = described
     return program

@@ -414,6 +414,34 @@ class DescribesAnother(PlanExtension):
     def describe_program(self, variants, options, program):
         return dataclasses.replace(program, graph=program.graph.clone())
 
+def change(graph):
+    node = next(node for node in graph.nodes if node.target is torch.ops.aten.addmm.default)
+    node.args = (*node.args[:2], node.args[2])
+
+class ChangesCaptured(PlanExtension):
+    def find_fitting(self, variants, options, budget, program, best):
+        change(variants.captured)
+        return options, program, ()
+
+class ChangesGiven(PlanExtension):
+    def find_fitting(self, variants, options, budget, program, best):
+        change(program.graph)
+        return options, program, ()
+
+class ChangesMade(PlanExtension):
+    def find_fitting(self, variants, options, budget, program, best):
+        options = dataclasses.replace(options, bucket_bytes=1)
+        program = best(options)
+        change(program.graph)
+        return options, program, ()
+
+class ChangesDescribed(PlanExtension):
+    def describe_program(self, variants, options, program):
+        change(program.graph)
+        return program
+
+changes_captured, changes_given, changes_made = ChangesCaptured(), ChangesGiven(), ChangesMade()
+changes_described = ChangesDescribed()
 raises, says_nothing, says_text, differs, other = Raises(), SaysNothing(), SaysText(), Differs(), DescribesAnother()
 
 def no_marks(graph, options, own, request):
@@ -481,6 +509,11 @@ def room_for_ever(graph):
     graph.config.depth += 1
 
 endless = RoomCheck("a maximum of 0", "the maximum is above 0", room_for_ever)
+def room_in_place(graph):
+    change(graph.program)
+    graph.config.depth += 1
+
+changes = RoomCheck("a maximum of 0", "the maximum is above 0", room_in_place)
 breaks = RoomCheck("a maximum of 0", "the maximum is above 0", lambda graph: graph.config.no_such())
 """
 )
@@ -501,13 +534,20 @@ def two_layers(names: tuple[str, ...] = ("dp",)) -> TrainGraph:
         ("says_text", "stopped: TypeError: words for a plan are a list of texts, not 'text'"),
         ("differs", r"gave a program that best\(options\) has not made of the options that it gave"),
         ("other", "was to describe a program, and gave another one"),
+        (
+            "changes_captured",
+            "changed the captured graph Train that it may only read, at 'addmm'; it may change g",
+        ),
+        ("changes_given", "changed the local graph Train that it may only read, at 'addmm'"),
+        ("changes_made", "changed the local graph Train that it may only read, at 'addmm'"),
+        ("changes_described", "changed the local graph Train that it may only read, at 'addmm'"),
     ],
 )
 def test_an_extension_of_plans_that_misbehaves_is_named(site: Site, target: str, problem: str) -> None:
     site("plans", "buckets", f"MODULE:{target}", text=BAD)
     graph = two_layers()
     graph.config.set_memory_budget(1)
-    if target == "other":
+    if target in ("other", "changes_described"):
         graph.config.set_memory_budget(10**6)
     with pytest.raises(gz.ConfigError, match=REFUSED.format("plans", problem)):
         graph.compile(torch.ones(2, 2))
@@ -538,7 +578,12 @@ def test_a_chooser_of_stages_that_changes_the_graph_changes_no_number(site: Site
 
 
 @pytest.mark.parametrize(
-    ("target", "problem"), [("breaks", "stopped: AttributeError"), ("endless", "has given a step")]
+    ("target", "problem"),
+    [
+        ("breaks", "stopped: AttributeError"),
+        ("endless", "has given a step"),
+        ("changes", "changed the local graph Train that it may only read, at 'addmm'"),
+    ],
 )
 def test_a_check_of_room_that_misbehaves_is_named(
     site: Site, monkeypatch: pytest.MonkeyPatch, target: str, problem: str
