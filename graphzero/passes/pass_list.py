@@ -109,8 +109,7 @@ class PassEntry:
     kind: a dataclass that is called with a graph; its name in snake case is the pass's.
     level: of the graphs that it runs on.  when: the options with which it is there.  group: what it and the passes
     next to it also go by, one of ``GROUPS``.
-    after: of a plug-in's pass, the name of the pass that it follows; where that is not in its group, and others are, it
-    is the last one of the group.
+    after: of a plug-in's pass, the name of the pass that it follows: one of its group, or what is right before that.
     adds_up: whether it computes the batch in parts, over which sums over the batch are added up.
     """
 
@@ -214,8 +213,16 @@ def _insert_entry(entries: list[PassEntry], plugin: Extension) -> bool:
     if not followed or not entry.after:
         return False
     grouped = [i for i, other in enumerate(entries) if entry.group and other.group == entry.group]
-    at = (followed if not grouped or followed[-1] in grouped else grouped)[-1] + 1
-    group = entry.group if grouped else ""
+    at, group = followed[-1] + 1, entry.group if grouped else ""
+    if grouped and followed[-1] not in grouped:
+        if at > grouped[0] or any(not other.after for other in entries[at : grouped[0]]):
+            begin = next(other.name for other in reversed(entries[: grouped[0]]) if not other.after)
+            members = ", ".join(entries[i].name for i in grouped)
+            raise plugin.refusal(
+                f"has a pass in the group {entry.group!r} that follows {entry.after!r}, which is neither of the group nor "
+                f"right before it: give after= one of {begin}, {members}, or leave group= out"
+            )
+        at = grouped[0]
     while at < len(entries) and entries[at].after == entry.after and entries[at].group == group:
         at += 1
     level = level_after(entries, at - 1)

@@ -67,6 +67,10 @@ behind_propagate = PassEntry(Noop, "propagated", after="propagate")
 behind_localize = PassEntry(Further, "local", after="localize")
 in_fuse = PassEntry(Noop, "local", group="fuse", after="localize")
 in_fuse_early = PassEntry(Further, "local", group="fuse", after="fuse_cross_entropy")
+first_in_schedule = PassEntry(Noop, "local", group="schedule", after="bucket")
+second_in_schedule = PassEntry(Further, "local", group="schedule", after="noop")
+in_schedule_far = PassEntry(Noop, "local", group="schedule", after="localize")
+in_schedule_late = PassEntry(Noop, "local", group="schedule", after="dead_code")
 in_no_group = PassEntry(Noop, "local", group="fused", after="localize")
 setting = PluginSetting(0, Check(lambda x: isinstance(x, int), "give an int"))
 by_method = dataclasses.replace(setting, method=set_depth)
@@ -162,6 +166,14 @@ def test_metadata_that_is_there_twice_counts_once(site: Site) -> None:
         ("MODULE:setting", "is not a pass: give a graphzero.passes.PassEntry of a dataclass"),
         ("MODULE:behind_noop", "has a pass called 'further'"),
         ("MODULE:in_no_group", "has a pass in the group 'fused'; groups are fuse, schedule"),
+        (
+            "MODULE:in_schedule_far",
+            "follows 'localize', which is neither of the group nor right before it: give after= ",
+        ),
+        (
+            "MODULE:in_schedule_late",
+            "follows 'dead_code', which is neither of the group nor right before it: give after=",
+        ),
     ],
 )
 def test_a_pass_that_cannot_be_used_is_refused_with_its_distribution(site: Site, target: str, problem: str) -> None:
@@ -207,6 +219,14 @@ def test_a_pass_of_a_group_follows_the_one_that_it_names_there(site: Site) -> No
     site("passes", "further", "MODULE:in_fuse_early")
     names = pass_names()
     assert names[names.index("fuse_cross_entropy") + 1] == "further"
+
+
+def test_a_pass_of_a_group_that_follows_what_is_before_it_is_its_first(site: Site) -> None:
+    site("passes", "further", "MODULE:second_in_schedule", name="a-plugin")
+    site("passes", "noop", "MODULE:first_in_schedule", name="b-plugin")
+    names = pass_names()
+    assert names[names.index("bucket") + 1 :][:3] == ("noop", "further", "launch")
+    assert [gz.passes.pass_name(one) for one in gz.passes.Schedule().passes][:3] == ["noop", "further", "launch"]
 
 
 def test_two_distributions_that_declare_one_name_are_refused(site: Site) -> None:
