@@ -65,17 +65,25 @@ def _add(members: dict[str, Any], taken: Collection[str], name: str, member: Any
 
 
 def _method(names: Sequence[str], values_of: Callable[..., Any]) -> Callable[..., None]:
+    plugin, name = extensions(SETTINGS)[names[0]], values_of.__name__
+    own, *others = inspect.signature(values_of).parameters.values()
+    signature = inspect.Signature([own.replace(name="self"), *others], return_annotation="None")
+
     @functools.wraps(values_of)
     def set_values(config: Any, *args: Any, **kwargs: Any) -> None:
-        values = values_of(config, *args, **kwargs)
+        try:
+            signature.bind(config, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"GraphConfig.{name}() {error}: it takes {inspect.Signature(others)}") from None
+        with plugin.name_errors():
+            values = values_of(config, *args, **kwargs)
         if len(names) > 1 and not (isinstance(values, dict) and values.keys() == {*names}):
-            raise extensions(SETTINGS)[names[0]].refusal(
-                f"has config.{values_of.__name__} give {shorten_repr(values)}, which is no dict of {', '.join(names)}"
+            raise plugin.refusal(
+                f"has config.{name} give {shorten_repr(values)}, which is no dict of {', '.join(names)}"
             )
         config._set_plugins(values if len(names) > 1 else {names[0]: values})
 
-    own, *others = inspect.signature(values_of).parameters.values()
-    signature = inspect.Signature([own.replace(name="self"), *others], return_annotation="None")
+    set_values.__qualname__ = f"GraphConfig.{name}"
     set_values.__signature__ = signature  # type: ignore[attr-defined]
     return set_values
 
@@ -105,10 +113,12 @@ def _reader(system: str) -> Callable[..., Any]:
 
     def read_configuration(cls: Any, given: Any, placement: Any = None) -> Any:
         config = cls(placement)
-        config._readings[system] = reader(config, given)
+        with plugin.name_errors():
+            config._readings[system] = reader(config, given)
         return config
 
     read_configuration.__name__, read_configuration.__doc__ = READER + system, reader.__doc__
+    read_configuration.__qualname__ = f"GraphConfig.{READER}{system}"
     return read_configuration
 
 

@@ -56,7 +56,7 @@ class Reserve:
         return graph
 
 def set_depth(config, depth):
-    return depth
+    return [0, 1, 2][depth]
 
 reserving = PassEntry(Reserve, "captured", after="zero")
 behind_zero = PassEntry(Noop, "captured", after="zero")
@@ -77,6 +77,9 @@ by_method = dataclasses.replace(setting, method=set_depth)
 reserved = RoomCheck("a maximum of 0", "the maximum is above 0", lambda graph: None)
 taken = RoomCheck("room for the rows of experts", "", lambda graph: None)
 wrong_setting = PluginSetting("", Check(lambda x: isinstance(x, int), "give an int"))
+
+def read_recipe(config, given):
+    config.enable_zero(stage=given["zero"])
 
 def halves(graph, options, own, request):
     return ("model.0@0", "model.1@1"), f"{request.count} halves on {request.members} ranks"
@@ -364,6 +367,26 @@ def test_a_field_of_a_pass_is_given_the_value_of_a_plug_ins_setting(site: Site) 
     site("passes", "noop", "MODULE:behind_zero")
     passes = pass_list.default_passes(gz.passes.Options(plugins={"limit": 7}))
     assert [one.limit for one in passes if type(one).__name__ == "Noop"] == [7]
+
+
+def test_wrong_arguments_of_a_method_say_it_as_those_of_a_method_of_graphzero(site: Site) -> None:
+    site("settings", "depth", "MODULE:by_method", name="a-plugin")
+    site("configs", "recipe", "MODULE:read_recipe", name="b-plugin")
+    config = gz.GraphConfig(gz.placement("cpu", [0], virtual=True))
+    for args, problem in (((), "missing a required argument: 'depth'"), ((1, 2), "too many positional arguments")):
+        with pytest.raises(TypeError, match=rf"^GraphConfig.set_depth\(\) {problem}: it takes \(depth\)$"):
+            config.set_depth(*args)
+    with pytest.raises(
+        TypeError, match=r"^GraphConfig.from_recipe\(\) missing 1 required positional argument: 'given'$"
+    ):
+        gz.GraphConfig.from_recipe()
+    config.set_depth(1)
+    with pytest.raises(gz.ConfigError, match=r"of the distribution a-plugin stopped: IndexError: .* in set_depth\n"):
+        config.set_depth(3)
+    with pytest.raises(
+        gz.ConfigError, match=r"of the distribution b-plugin stopped: KeyError: 'zero', .* in read_recipe\n"
+    ):
+        gz.GraphConfig.from_recipe({}, gz.placement("cpu", [0], virtual=True))
 
 
 def test_two_plug_ins_with_a_method_of_one_name_are_refused(site: Site) -> None:
