@@ -219,8 +219,8 @@ def _insert_entry(entries: list[PassEntry], plugin: Extension) -> bool:
             begin = next(other.name for other in reversed(entries[: grouped[0]]) if not other.after)
             members = ", ".join(entries[i].name for i in grouped)
             raise plugin.refusal(
-                f"has a pass in the group {entry.group!r} that follows {entry.after!r}, which is neither of the group nor "
-                f"right before it: give after= one of {begin}, {members}, or leave group= out"
+                f"has a pass in the group {entry.group!r} that follows {entry.after!r}, which is neither of the group "
+                f"nor right before it: give after= one of {begin}, {members}, or leave group= out"
             )
         at = grouped[0]
     while at < len(entries) and entries[at].after == entry.after and entries[at].group == group:
