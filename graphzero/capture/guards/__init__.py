@@ -5,6 +5,7 @@ parameters, and torch's settings.  What else a capture depends on is known only 
 recorded then, as a ``GuardSet``, and ``GuardSet.check`` decides whether a program may run:
 
 * ``guard_set``: hyperparameters and float inputs that decided a branch, and which optimizer states existed;
-* ``attribute_guards``: attributes, globals and closure variables that build read (``referenced_names`` finds the
-  names, ``guarded_values`` makes values comparable, ``guarded_attributes`` reads them before a call).
+* ``attribute_guards``: attributes, globals, closure variables and variables of the environment that build read
+  (``referenced_names`` finds the names, ``recorded_names`` sees reads by name in a dict, ``guarded_values`` makes
+  values comparable, ``guarded_attributes`` reads them before a call).
 """

@@ -1,17 +1,19 @@
 """Attributes that build reads while it is traced, recorded as guards.
 
-They are attributes of the Graph, its modules and the plain objects that these hold, globals, and closure variables:
-numbers, flags, strings, functions, tensors that are not buffers, and containers of these.  Tracing turns their values
-into constants (``dropout.p``), so a capture is valid only while they have these values.
+They are attributes of the Graph, its modules and the plain objects that these hold, globals, closure variables and
+variables of the environment: numbers, flags, strings, functions, tensors that are not buffers, and containers of these.
+Tracing turns their values into constants (``dropout.p``), so a capture is valid only while they have these values.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import os
 import sys
-from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from types import MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -27,6 +29,7 @@ from graphzero.capture.guards.guarded_values import (
     IDENTITY,
     MAX_DEPTH,
     MISSING,
+    NAMES,
     SET_TYPES,
     entries_of,
     guarded_value,
@@ -34,13 +37,15 @@ from graphzero.capture.guards.guarded_values import (
     split_path,
     values_match,
 )
-from graphzero.capture.guards.referenced_names import ReferencedNames
+from graphzero.capture.guards.recorded_names import RecordedNames, is_asked_by_user
+from graphzero.capture.guards.referenced_names import Namespace, ReferencedNames
 from graphzero.capture.problems import warn_of_lost_writes
 from graphzero.ir.source_location import is_project, line_of
 
 _OPAQUE_TYPES = (*FUNCTION_TYPES, MethodType, ModuleType, type, Tensor, nn.Module, Optimizer)
 _IN_KEY = frozenset({"training", *vars(nn.Module())})  # guarded by the call's key
 _OPTIMIZER_ATTRIBUTES = frozenset({"param_groups", "state", "_opt_called", "_step_count"})
+_ENVIRONMENT = "global os.environ"
 _HEAP_TYPE = 1 << 9  # of a class's flags: whether attributes of the class can be set
 _IMMUTABLE_TYPE = 1 << 8
 RealTensors = Mapping[int, tuple[Tensor, str]]
@@ -81,6 +86,7 @@ class AttributeGuards:
             for name in names:
                 value = read_attribute(self.namespaces[label], name)
                 self._add_guard(self._owners.get("", self), f"{label}.{name}", value)
+        self._record_reads_of_environment()
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -124,11 +130,37 @@ class AttributeGuards:
         def getattribute(owner: Any, name: str) -> Any:
             value = original(owner, name)
             prefix = self._prefixes.get(id(owner))
-            if prefix is not None and not _is_in_key(owner, name) and _is_stored(owner, name, value):
+            if prefix is None:
+                return value
+            if name == "__dict__" and is_asked_by_user():
+                return RecordedNames(value, partial(self._add_entry_guard, owner, value))
+            if not _is_in_key(owner, name) and _is_stored(owner, name, value):
                 self._add_guard(owner, prefix + name, value)
             return value
 
         return getattribute
+
+    def _add_entry_guard(self, owner: Any, attributes: dict[str, Any], name: str | None) -> None:
+        """Guard an attribute that is read in ``owner.__dict__``, or which names there are."""
+        prefix = self._prefixes[id(owner)]
+        if name is None:
+            self._add_guard(owner, prefix + NAMES, read_attribute(owner, NAMES))
+        elif not _is_in_key(owner, name):
+            self._add_guard(owner, prefix + name, attributes.get(name, MISSING))
+
+    def _record_reads_of_environment(self) -> None:
+        """Guard each variable of ``os.environ`` that other code than torch's asks for."""
+        kind, space = type(os.environ), Namespace(os.environ)
+        original = kind.__getitem__
+
+        def getitem(environ: Any, key: Any) -> Any:
+            if is_asked_by_user():
+                self.namespaces[_ENVIRONMENT] = self._owners[_ENVIRONMENT] = space
+                name = os.fsdecode(key)
+                self._add_guard(space, f"{_ENVIRONMENT}.{name}", read_attribute(space, name))
+            return original(environ, key)
+
+        self._patches.enter_context(_compat.patched(kind, "__getitem__", getitem))
 
     def _add_guard(self, owner: Any, path: str, value: Any) -> None:
         if path in self.guarded or id(value) in self._state:
@@ -207,7 +239,7 @@ def _has_recordable_attributes(kind: type, owner: type) -> bool:
         return False
     package = kind.__module__.partition(".")[0]
     is_own = package == owner.__module__.partition(".")[0] and package not in ("torch", "graphzero")
-    return issubclass(kind, Namespace) or is_own or is_project(kind.__module__)
+    return issubclass(kind, argparse.Namespace) or is_own or is_project(kind.__module__)
 
 
 def _is_stored(owner: Any, name: str, value: Any) -> bool:

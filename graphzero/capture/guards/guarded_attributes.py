@@ -21,6 +21,8 @@ from graphzero.capture.guards.guarded_values import (
     values_match,
 )
 
+_AS_AT_FIRST = "value 1 of those in programs"
+
 
 class GuardedAttributes:
     """Attributes that the guards of a Graph's captures read: of the Graph, of its modules, of objects that these hold,
@@ -28,7 +30,8 @@ class GuardedAttributes:
 
     ``read_values`` reads them; the other methods use what was read last.
     texts: the values, the same in every process; described: by attribute.  Containers and objects may hold what is a
-    rank's own (a local rank), so their text says only which value of those in guards they have.
+    rank's own (a local rank), so their text says only which value of those in guards they have; texts are without those
+    that have the first, which one rank alone may have read: ``if os.environ["RANK"] == "0": ...``.
     """
 
     def __init__(self, graph: Any) -> None:
@@ -83,7 +86,7 @@ class GuardedAttributes:
             self.described = {describe_path(path): self._text_of(path, value) for path, value in self._present.items()}
             for i, ((_, before), now) in enumerate(zip(self._tensors.values(), identities, strict=True)):
                 self.described[f"tensor {i} that build reads"] = _writes_since(before, now)
-            self.texts = tuple(self.described.values())
+            self.texts = tuple(text for text in self.described.values() if text != _AS_AT_FIRST)
 
     def check(self, guards: GuardSet) -> bool:
         """Return whether every attribute and tensor has its guarded value."""
@@ -96,12 +99,10 @@ class GuardedAttributes:
         return holds
 
     def _text_of(self, path: str, value: Any) -> str:
-        if value is MISSING:
-            return "absent"
         if path in self._inner_paths or isinstance(value, ContainerValue):
             number = self._numbered[path].get(value) if path in self._numbered else None
             return "as in no program yet" if number is None else f"value {number} of those in programs"
-        return repr(value)
+        return "absent" if value is MISSING else repr(value)
 
     def _build_readers(self, modules: Mapping[str, nn.Module]) -> None:
         """Find the owner of each path: the module of the longest path, or else the Graph."""

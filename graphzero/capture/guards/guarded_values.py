@@ -24,7 +24,7 @@ FUNCTION_TYPES = (FunctionType, BuiltinFunctionType)
 SET_TYPES = (set, frozenset)
 ARRAY_TYPES = (np.ndarray, bytearray, array)
 CONTAINER_TYPES = (dict, list, tuple, deque, *SET_TYPES, SimpleNamespace, functools.partial, Mapping)
-IDENTITY = "[is]"
+IDENTITY, NAMES = "[is]", "[names]"
 MAX_DEPTH, _MAX_ENTRIES = 4, 1000  # of containers that are compared by what they contain
 _MAX_BYTES = 1 << 20  # of numpy arrays, alike: 0.2 ms of each call
 MISSING: Any = object()  # the value of an attribute that does not exist
@@ -58,7 +58,8 @@ class ContainerValue:
 def read_attribute(owner: Any, name: str) -> Any:
     """The attribute of ``owner`` under a name with or without dots; MISSING, which equals nothing else, if none.
 
-    A part of the name may be ``[i]``, that entry of a container, or ``[is]``, the object that is there.
+    A part of the name may be ``[i]``, that entry of a container, ``[is]``, the object that is there, or ``[names]``, of
+    its attributes.
     """
     try:
         if "[" not in name:
@@ -66,6 +67,8 @@ def read_attribute(owner: Any, name: str) -> Any:
         for part in name.split("."):
             if part == IDENTITY:
                 owner = ObjectIdentity(id(owner), type(owner).__qualname__, obj=owner)
+            elif part == NAMES:
+                owner = tuple(vars(owner))
             else:
                 owner = entries_of(owner)[int(part[1:-1])] if part[0] == "[" else getattr(owner, part)
     except (AttributeError, IndexError, TypeError):  # TypeError: a container no longer

@@ -1,0 +1,157 @@
+"""What build reads by its name in a mapping: ``os.environ``, ``vars(options)``; changed, it makes another program."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import graphzero as gz
+
+
+class Options:
+    def __init__(self, **values: float) -> None:
+        self.__dict__.update(values)
+
+
+class Step(gz.Graph):
+    def __init__(self, use: Callable[[Step, torch.Tensor], Any], options: Any = None) -> None:
+        super().__init__(gz.placement("cpu", range(2), virtual=True))
+        self.use, self.options = use, options
+
+    def build(self, x: torch.Tensor) -> Any:
+        return self.use(self, x)
+
+
+def programs(step: Step) -> int:
+    return len(step._selection.programs.all)
+
+
+OF_ENVIRONMENT: dict[str, Callable[[], float]] = {
+    "an entry": lambda: float(os.environ["SCALE"]),
+    "get": lambda: float(os.environ.get("SCALE", "1")),
+    "getenv": lambda: float(os.getenv("SCALE", "1")),
+    "a missing one": lambda: float(os.environ.get("OTHER_SCALE", "1")),
+    "in": lambda: 2.0 if "OTHER_SCALE" in os.environ else 1.0,
+}
+
+
+@pytest.mark.parametrize("name", OF_ENVIRONMENT)
+def test_a_variable_of_the_environment_is_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALE", "2")
+    read = OF_ENVIRONMENT[name]
+    step, x = Step(lambda step, x: x * read()), torch.ones(2)
+    for variable, value in (("SCALE", "3"), ("OTHER_SCALE", "4")):
+        assert step(x).tolist() == [read()] * 2
+        monkeypatch.setenv(variable, value)
+    assert step(x).tolist() == [read()] * 2
+    assert programs(step) == 2
+
+
+def test_other_variables_of_the_environment_are_free_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALE", "2")
+    step, x = Step(lambda step, x: x * float(os.environ["SCALE"])), torch.ones(2)
+    step(x)
+    monkeypatch.setenv("OTHER_SCALE", "3")
+    step(x)
+    assert programs(step) == 1
+
+
+def test_ranks_may_differ_in_the_variables_that_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def use(step: Step, x: torch.Tensor) -> torch.Tensor:
+        return x * (1.0 if os.environ["RANK"] == "0" and os.environ.get("NAME") else 1.0)
+
+    compared = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        step = Step(use)
+        step(torch.ones(2))
+        step(torch.ones(2))
+        compared.append(step._selection.programs.attributes.texts)
+    assert compared[0] == compared[1]
+    monkeypatch.setenv("RANK", "2")
+    step(torch.ones(2))
+    assert step._selection.programs.attributes.texts != compared[1]
+
+
+OF_ATTRIBUTES: dict[str, Callable[[Any], float]] = {
+    "vars": lambda options: vars(options)["scale"],
+    "__dict__": lambda options: options.__dict__["scale"],
+    "get": lambda options: vars(options).get("scale", 1.0),
+    "a copy": lambda options: copy.deepcopy(vars(options))["scale"],
+    "keywords": lambda options: dict(**vars(options))["scale"],
+    "joined": lambda options: ({"scale": 1.0} | vars(options))["scale"],
+    "json": lambda options: json.loads(json.dumps(vars(options)))["scale"],
+    "format": lambda options: float("{scale}".format_map(vars(options))),
+}
+
+
+@pytest.mark.parametrize("name", OF_ATTRIBUTES)
+def test_an_attribute_that_is_read_by_its_name(name: str) -> None:
+    read, options, x = OF_ATTRIBUTES[name], Options(scale=2.0), torch.ones(2)
+    step = Step(lambda step, x: x * read(step.options), options)
+    assert step(x).tolist() == [2, 2]
+    options.scale = 3.0  # type: ignore[attr-defined]
+    assert step(x).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("name", ["vars", "__dict__", "get"])
+def test_attributes_that_are_not_read_by_their_names_are_free_to_change(name: str) -> None:
+    read, options, x = OF_ATTRIBUTES[name], Options(scale=2.0, epoch=0), torch.ones(2)
+    step = Step(lambda step, x: x * read(step.options), options)
+    for options.epoch in range(3):  # type: ignore[attr-defined]
+        step(x)
+    options.new = 1  # type: ignore[attr-defined]
+    step(x)
+    assert programs(step) == 1
+
+
+def test_an_attribute_of_the_graph_and_of_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, x = Step(lambda step, x: x * vars(step)["options"] * vars(GLOBAL)["scale"], 2.0), torch.ones(2)
+    assert step(x).tolist() == [4, 4]
+    step.options = 3.0
+    assert step(x).tolist() == [6, 6]
+    monkeypatch.setattr(GLOBAL, "scale", 5.0)
+    assert step(x).tolist() == [15, 15]
+
+
+GLOBAL = Options(scale=2.0)
+
+
+def test_one_more_attribute_where_build_takes_all_of_them() -> None:
+    options, x = Options(first=2.0), torch.ones(2)
+    step = Step(lambda step, x: x * sum(vars(step.options).values()), options)
+    assert step(x).tolist() == [2, 2]
+    options.second = 3.0  # type: ignore[attr-defined]
+    assert step(x).tolist() == [5, 5]
+    assert "third" not in vars(options)
+
+
+def test_a_missing_attribute_that_build_looks_for_by_its_name() -> None:
+    options, x = Options(), torch.ones(2)
+    step = Step(lambda step, x: x * vars(step.options).get("scale", 1.0), options)
+    assert step(x).tolist() == [1, 1]
+    options.scale = 3.0  # type: ignore[attr-defined]
+    assert step(x).tolist() == [3, 3]
+
+
+@pytest.mark.filterwarnings("ignore:build sets")
+def test_what_build_writes_by_name_is_there_while_it_runs_and_put_back() -> None:
+    def use(step: Step, x: torch.Tensor) -> torch.Tensor:
+        attributes = vars(step.options)
+        attributes["scale"] += 1
+        attributes["new"] = 2.0
+        del attributes["old"]
+        assert set(attributes) == {"scale", "new"}
+        assert attributes == {"scale": 3.0, "new": 2.0}
+        return x * step.options.scale * step.options.new  # type: ignore[no-any-return]
+
+    options, x = Options(scale=2.0, old=1.0), torch.ones(2)
+    assert Step(use, options)(x).tolist() == [6, 6]
+    assert vars(options) == {"scale": 2.0, "old": 1.0}
+    assert type(vars(options)) is dict
