@@ -50,6 +50,11 @@ class Extension:
     target: str
     distribution: str
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is graphzero's."""
+        return self.distribution == DISTRIBUTION
+
     def load(self) -> Any:
         """Import the plug-in, once.  Raises ConfigError, with the distribution, where that fails."""
         return _load(self)
@@ -62,7 +67,7 @@ class Extension:
         except GraphZeroError:
             raise
         except Exception as error:
-            if self.distribution == DISTRIBUTION:
+            if self.is_own:
                 raise
             raise self.refusal(f"stopped: {type(error).__name__}: {error}{where_raised(error)}") from error
 

@@ -221,10 +221,10 @@ class Graph:
             raise plugin.refusal(
                 f"has given a step more room {MOST_TIMES} times, and it still lacks it: {check.message}"
             )
-        graphs = ReadOnlyGraphs([self.program, *self.stage_programs.values()])
+        graphs = ReadOnlyGraphs(plugin, [self.program, *self.stage_programs.values()])
         with self._source.ranks.together(f"more room of {self.name}"), plugin.name_errors():
             check.give_more(self)
-            graphs.check(plugin)
+            graphs.check()
         if self.config.settings == before:
             raise error
 

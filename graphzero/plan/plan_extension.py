@@ -20,24 +20,26 @@ from graphzero.plan.variants import Candidate, Variants
 
 
 class ReadOnlyGraphs:
-    """Graphs that a plug-in may read but not change, as they were when it was given them."""
+    """Graphs that the plug-in of another distribution may read but not change, as they were when it was given them."""
 
-    def __init__(self, graphs: Iterable[StepGraph]) -> None:
+    def __init__(self, plugin: Extension, graphs: Iterable[StepGraph]) -> None:
+        self._plugin = plugin
         self._given: WeakKeyDictionary[StepGraph, list[Any]] = WeakKeyDictionary()
         for graph in graphs:
             self.add(graph)
 
     def add(self, graph: StepGraph) -> None:
         """Give the plug-in another graph."""
-        self._given.setdefault(graph, _facts(graph))
+        if not self._plugin.is_own:
+            self._given.setdefault(graph, _facts(graph))
 
-    def check(self, plugin: Extension) -> None:
+    def check(self) -> None:
         """Raise ConfigError where one of them has changed."""
         for graph, before in self._given.items():
             if not value.are_same(before, after := _facts(graph)):
                 changed = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(before, after, strict=False)))
                 node = next((x for x in reversed(after[: changed + 1]) if isinstance(x, Node)), graph.output)
-                raise plugin.refusal(
+                raise self._plugin.refusal(
                     f"changed the {graph.level} graph {graph.name} that it may only read, at '{node.name}'; "
                     "it may change graph.clone(), and a pass may change a step"
                 )
@@ -95,7 +97,7 @@ def fitting_program(
         if program.peak <= budget.nbytes:
             break
         programs = [(options, ref(program.graph))]
-        graphs = ReadOnlyGraphs([variants.captured, program.graph])
+        graphs = ReadOnlyGraphs(plugin, [variants.captured, program.graph])
 
         def make_program(
             options: Options, programs: list[tuple[Options, ref[StepGraph]]] = programs, graphs: ReadOnlyGraphs = graphs
@@ -107,7 +109,7 @@ def fitting_program(
 
         with plugin.name_errors():
             options, program, added = extension.find_fitting(variants, options, budget, program, make_program)
-            graphs.check(plugin)
+            graphs.check()
             if all(one != options or graph() is not program.graph for one, graph in programs):
                 raise plugin.refusal("gave a program that best(options) has not made of the options that it gave")
             words += _checked_words(added)
@@ -116,13 +118,13 @@ def fitting_program(
 
 def described_program(variants: Variants, options: Options, program: Candidate) -> Candidate:
     """The program with the words of plug-ins.  Raises ConfigError for a plug-in that describes another program."""
-    graphs = ReadOnlyGraphs([variants.captured, program.graph])
     for plugin, extension in plan_extensions().items():
+        graphs = ReadOnlyGraphs(plugin, [variants.captured, program.graph])
         with plugin.name_errors():
             described = extension.describe_program(variants, options, program)
             if described.graph is not program.graph:
                 raise plugin.refusal("was to describe a program, and gave another one")
-            graphs.check(plugin)
+            graphs.check()
             _checked_words(described.plan.decisions)
         program = described
     return program
