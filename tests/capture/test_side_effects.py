@@ -1,9 +1,11 @@
 """Whatever build does to Python objects while it is written down, they are afterwards as they were."""
 
 import threading
+from array import array
 from collections import Counter, OrderedDict, deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from capture_reference import Owner, Program
@@ -190,6 +192,78 @@ def test_a_number_of_a_tensor_that_build_keeps_is_named_with_its_line():
     at = r" \(tests/capture/test_side_effects\.py:\d+ in build\)"
     with pytest.warns(UserWarning, match=rf"build sets Owner\.last{at}, Owner\.losses{at}, which has no effect"):
         run()
+
+
+ARRAYS = {
+    "numpy": lambda: np.zeros(3),
+    "numpy, of objects": lambda: np.zeros(3, object),
+    "numpy, a scalar": lambda: np.zeros(()),
+    "numpy, every other one": lambda: np.zeros(6)[::2],
+    "numpy, 3 MB": lambda: np.zeros(400_000),
+    "array": lambda: array("d", [0.0, 0.0]),
+    "bytearray": lambda: bytearray(3),
+}
+
+
+@pytest.mark.parametrize("where", ["attribute", "entry", "variable"])
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_a_number_that_build_writes_into_an_array_is_put_back_and_named(kind, where):
+    counts = ARRAYS[kind]()
+    first, held = () if kind == "numpy, a scalar" else 0, [counts]
+
+    def build(self, x):
+        written = {"attribute": lambda: self.counts, "entry": lambda: held[0], "variable": lambda: counts}[where]()
+        written[first] += 1
+        return self.model(x) * float(written[first])
+
+    _, run = capture(build, **({"counts": counts} if where == "attribute" else {}))
+    with pytest.warns(UserWarning, match="build sets .*, which has no effect"):
+        run()
+    assert counts[first] == 0
+
+
+def test_an_array_that_grows_in_build_is_as_it_was():
+    seen = array("d", [1.0])
+
+    def build(self, x):
+        seen.append(2.0)
+        return self.model(x)
+
+    _, run = capture(build)
+    with pytest.warns(UserWarning, match="build sets an entry of an array, which has no effect"):
+        run()
+    assert list(seen) == [1.0]
+
+
+@pytest.mark.filterwarnings("error")
+def test_arrays_that_build_leaves_alone_are_not_named():
+    arrays = {kind: make() for kind, make in ARRAYS.items()}
+    fixed = np.ones(3)
+    fixed.setflags(write=False)
+    _, run = capture(lambda self, x: self.model(x) * float(self.arrays["numpy, 3 MB"][1]), arrays=arrays, fixed=fixed)
+    run()
+
+
+AS_TENSORS = {
+    "from_numpy": (torch.from_numpy, np.zeros(4, np.float32)),
+    "as_tensor of a view": (lambda held: torch.as_tensor(held[:]), np.zeros(4, np.float32)),
+    "dlpack": (torch.from_dlpack, np.zeros(4, np.float32)),
+    "frombuffer": (lambda held: torch.frombuffer(held, dtype=torch.float32), array("f", [0.0] * 4)),
+    "a copy": (torch.tensor, np.zeros(4, np.float32)),
+}
+
+
+@pytest.mark.parametrize("kind", AS_TENSORS)
+def test_an_array_that_build_fills_and_reads_as_a_tensor_has_what_build_has_written(kind):
+    read, held = AS_TENSORS[kind]
+
+    def build(self, x):
+        for i in range(4):
+            self.held[i] = 2
+        return self.model(x) * 0 + read(self.held)
+
+    program = Program(Owner(build, model=nn.Linear(8, 4), held=held), [], (torch.randn(6, 8),))
+    assert program(torch.randn(6, 8)).tolist() == [[2.0] * 4] * 6
 
 
 @pytest.mark.parametrize("write", [lambda x: f"{x.item():.3f}", lambda x: f"{x}", lambda x: repr(x), lambda x: str(x)])

@@ -1,9 +1,9 @@
 """Restores Python objects that build changes while it is traced.
 
-Restored are attributes and containers (dicts, lists, sets, deques, also nested) of the Graph, its modules and the
-objects reachable from them; gradients and flags of their tensors; globals, closure variables, defaults and attributes
-of modules that build and the user's functions called from it name; attributes of classes of all these objects, and of
-those that are named; torch's settings, and random streams.
+Restored are attributes and containers (dicts, lists, sets, deques, also nested, and arrays up to 16 MB in all) of the
+Graph, its modules and the objects reachable from them; gradients and flags of their tensors; globals, closure
+variables, defaults and attributes of modules that build and the user's functions called from it name; attributes of
+classes of all these objects, and of those that are named; torch's settings, and random streams.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphzero import _compat
+from graphzero.capture.objects.array_snapshot import ArraySnapshot, size_of_array
 from graphzero.capture.objects.object_snapshot import (
     DictSnapshot,
     IteratorSnapshot,
@@ -48,6 +49,7 @@ _OF_THREADS = frozenset(
 )
 _REGISTERS = ("_parameters", "_buffers")
 _MANY = 100_000  # entries of a container which are looked into; a larger one is kept alone
+_MAX_BYTES = 16 << 20  # of all arrays that are copied
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -66,11 +68,16 @@ def snapshot_all(roots: Iterable[Any], reached: ScopeReferences) -> list[ObjectS
     """The contents of ``roots`` and of all that is reached from them through containers, attributes and functions."""
     snapshots: list[ObjectSnapshot] = []
     seen: set[int] = set()
+    bytes_left = _MAX_BYTES
     todo: deque[tuple[Any, tuple[Any, str]]] = deque((root, (None, "")) for root in roots)
     while todo:
         obj, owner = todo.popleft()
         kind = obj if isinstance(obj, type) else type(obj)
         todo.extend((x, (None, "")) for x in reached.attributes_of_class(kind))
+        if 0 < (size := size_of_array(obj)) <= bytes_left and id(obj) not in seen:
+            seen.add(id(obj))
+            bytes_left -= size
+            snapshots.append(ArraySnapshot(obj, owner))
         if type(obj) in _ATOMS or id(obj) in seen or not (_is_open(type(obj)) or isinstance(obj, Iterator)):
             continue
         seen.add(id(obj))
@@ -171,14 +178,22 @@ def restoring_process_state() -> Iterator[RandomStates]:
 
 @_compat.contextmanager
 def restoring_side_effects(
-    step: Step, root: nn.Module, line: Callable[[Any, str], str]
+    step: Step,
+    root: nn.Module,
+    line: Callable[[Any, str], str],
+    shares_memory: Callable[[Any], bool] = lambda _: False,
 ) -> Iterator[list[ObjectSnapshot]]:
     """Put back, whatever build does: see above.  Gives what is kept.
 
     line: the user's line that has bound an attribute of an object, "" if that is not known.
+    shares_memory: whether a constant of the step lies in the memory of an array, which stays as build has left it then.
     """
     snapshots = snapshot_reachable([*root.modules(), getattr(step.build, "__self__", None)], step.build)
-    with restoring_process_state() as streams, _compat.undoing(lambda: restore_all(snapshots)):
+
+    def put_back() -> None:
+        restore_all(x for x in snapshots if not (isinstance(x, ArraySnapshot) and shares_memory(x.holder)))
+
+    with restoring_process_state() as streams, _compat.undoing(put_back):
         yield snapshots
         changed = (contents for contents in snapshots if contents.differs())
         warn_of_lost_writes(list(dict.fromkeys(name for contents in changed for name in _written(contents, line))))
@@ -238,6 +253,8 @@ def _written(contents: ObjectSnapshot, line: Callable[[Any, str], str]) -> Itera
         # another tensor in a buffer's place is the step's update
         for key in [key for key, before, _ in contents.changed() if before is None]:
             yield f"{type(owner).__name__}.{key}{_at(line(owner, key))}"
+    elif isinstance(contents, ArraySnapshot):
+        yield from describe_changes(contents)
     elif not isinstance(contents, (TensorSnapshot, IteratorSnapshot)):
         news = [x for x in contents.new_content() if isinstance(x, (int, float, Tensor, TracedNumber))]
         names = ", ".join(describe_changes(contents)) if news else ""

@@ -52,8 +52,9 @@ def _describe_holder(snapshot: ObjectSnapshot) -> str:
         return "a variable of a function around it"
     if owner is not None:
         return f"{_named(owner)}.{name}"
-    article = "a" if isinstance(snapshot, IteratorSnapshot) else "an entry of a"
-    return f"{article} {type(holder).__name__}"
+    kind = type(holder).__name__
+    article = "an" if kind[0] in "aeiou" else "a"
+    return f"{'' if isinstance(snapshot, IteratorSnapshot) else 'an entry of '}{article} {kind}"
 
 
 def attribute_or_entry(owner: Any, key: Any) -> str:

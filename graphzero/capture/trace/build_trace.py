@@ -150,7 +150,7 @@ class BuildTrace:
 
         place = self.step.placement
         around, inside = tracing_context(place), regions(TracedRegions(place, draws))
-        snapshots = restoring_side_effects(self.step, self.root, self.bindings.line)
+        snapshots = restoring_side_effects(self.step, self.root, self.bindings.line, self.free.lies_in)
         with snapshots as self.snapshots, draws.as_generator(), around, inside, collecting_pins(place) as pins:
             try:
                 with (

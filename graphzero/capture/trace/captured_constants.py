@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from graphzero import _compat
 from graphzero.capture.guards.guarded_values import ObjectIdentity, tensor_identity
+from graphzero.capture.objects.array_snapshot import address_of_array, size_of_array
 from graphzero.capture.objects.object_snapshot import TensorSnapshot
 from graphzero.capture.problems import problem, problem_here
 from graphzero.errors import CaptureError
@@ -74,6 +75,7 @@ class CapturedConstants:
         self.flags: dict[int, TensorSnapshot] = {}
         self._known: dict[int, Tensor] = {}
         self._storages: dict[int, Tensor] = {}  # of their fakes, which views of them share
+        self._lifted: list[Tensor] = []  # in memory of other code
         self._shown = False  # as numpy arrays
 
     # ---- ops
@@ -98,6 +100,13 @@ class CapturedConstants:
         """Look at what an op has made: torch.from_numpy gives a tensor over memory of other code."""
         if func is _LIFT and not args[0].untyped_storage().resizable():
             self._storages[_compat.storage_id(result)] = result
+            self._lifted.append(args[0])
+
+    def lies_in(self, array: Any) -> bool:
+        """Return whether a constant lies in the memory of an array: numpy's, an ``array.array`` or a ``bytearray``."""
+        start, end = address_of_array(array), address_of_array(array) + size_of_array(array)
+        constants = (x.untyped_storage() for x in (*self._lifted, *self._known.values()) if x.layout is torch.strided)
+        return any(x.data_ptr() < end and start < x.data_ptr() + x.nbytes() for x in constants)
 
     def _meet(self, x: Tensor) -> None:
         if isinstance(x, nn.Parameter) or (x.requires_grad and torch.is_grad_enabled()):
