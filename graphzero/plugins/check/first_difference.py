@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,48 +13,63 @@ from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_name
 from graphzero.ir.calls import is_op
 from graphzero.ir.text.printer import op_name, print_line
-from graphzero.plugins.check.compare import held_difference, is_finite
+from graphzero.plugins.check.compare import held_difference, is_finite, node_scale
 from graphzero.plugins.check.stage_values import StageRun, moved_from
-from graphzero.testing.simulate import RankValues
 
 _SHOWN = 6
 
 
-def first_difference(before: StageRun, after: StageRun, rtol: float) -> tuple[str, str]:
-    """Name of the first value of ``after`` that is not what it was ``before``, and a paragraph about it."""
-    for node in after.program.nodes:
-        wanted, actual = _wanted(node, before), after.values.get(node.name)
+@dataclass(frozen=True)
+class PassRuns:
+    """Watched runs of a program before and after a pass.
+
+    new: the sizes that differences of new parameters and states are relative to, by node.  smallest: what those of any
+    other value are relative to at least.
+    """
+
+    before: StageRun
+    after: StageRun
+    rtol: float
+    new: Mapping[str, float]
+    smallest: float
+
+    def gap(self, node: fx.Node) -> float | None:
+        """Difference of ``node`` from its value before the pass, or from that of the value which it moves."""
+        seen = self.before.values
+        wanted, actual = seen.get(node.name) or seen.get(moved_from(node).name), self.after.values.get(node.name)
         if wanted is None or actual is None:
-            continue
-        gap = held_difference(wanted, actual)
-        if not gap <= rtol:
-            return node.name, "\n".join([*_value_lines(node, gap, before, after, rtol), _advice(node, before, after)])
-    return _result_of_another(before, after)
+            return None
+        return held_difference(wanted, actual, self.new.get(node.name) or node_scale(wanted, self.smallest))
 
 
-def _wanted(node: fx.Node, before: StageRun) -> RankValues | None:
-    """Expected value of ``node``: its value before the pass, or that of the value which it moves."""
-    return before.values.get(node.name) or before.values.get(moved_from(node).name)
+def first_difference(runs: PassRuns) -> tuple[str, str]:
+    """Name of the first value after the pass that is not what it was before, and a paragraph about it."""
+    for node in runs.after.program.nodes:
+        gap = runs.gap(node)
+        if gap is not None and not gap <= runs.rtol:
+            advice = _advice(node, runs.before, runs.after)
+            return node.name, "\n".join([*_value_lines(node, gap, runs), advice])
+    return _result_of_another(runs.before, runs.after)
 
 
-def _value_lines(node: fx.Node, gap: float, before: StageRun, after: StageRun, rtol: float) -> list[str]:
+def _value_lines(node: fx.Node, gap: float, runs: PassRuns) -> list[str]:
     source = value.source_of(node)
     where = f" (made at {source})" if source else ""
     lines = [f"The first value that differs is '{node.name}'{where}, by {gap:.1e}:", "", f"  > {print_line(node)}"]
     todo, shown = _sources(node), 0
     while todo and shown < _SHOWN:
         operand, shown = todo.pop(0), shown + 1
-        wanted, actual = _wanted(operand, before), after.values.get(operand.name)
+        gap_of = runs.gap(operand)
         if operand.op == "placeholder":
             state = "given"
-        elif wanted is None or actual is None:
+        elif gap_of is None:
             state = "new in this pass"
             todo += [arg for arg in operand.all_input_nodes if value.is_tensor(arg) and arg not in todo]
         else:
-            state = "agrees" if held_difference(wanted, actual) <= rtol else "differs"
+            state = "agrees" if gap_of <= runs.rtol else "differs"
         lines.append(f"    {print_line(operand)}    {state}")
-    was = _was(node, before)
-    both_captured = before.program.level == after.program.level == "captured"
+    was = _was(node, runs.before)
+    both_captured = runs.before.program.level == runs.after.program.level == "captured"
     if was is not None and (_fixed(was) != _fixed(node) or (both_captured and print_line(was) != print_line(node))):
         lines.append(f"  it was {print_line(was)}")
     return [*lines, ""]
@@ -127,8 +144,9 @@ def _results(ran: StageRun) -> dict[str, fx.Node]:
 
 
 def _origin(node: fx.Node) -> str:
-    """The name of the value that a result is, moves left out."""
-    return moved_from(node).name
+    """The name of the value that a result is, or that is written there, moves left out."""
+    written: Any = node.args[1] if node.target in (*ops.ASSIGNING, ops.to_host_wait) else node
+    return moved_from(written).name
 
 
 def first_nonfinite(captured: StageRun) -> tuple[str, str]:

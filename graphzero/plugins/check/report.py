@@ -82,7 +82,8 @@ class Report:
         wide = max(22, *(len(_where(stage)) for stage in self.stages))
         lines = [
             f"check of {self.name} in {self.numbers}: {self.verdict}",
-            f"  largest differences, relative to the largest element of a value; up to {self.rtol:.1e} is rounding",
+            "  largest differences, relative to a value's largest element, or change; up to "
+            f"{self.rtol:.1e} is rounding",
             "",
             f"  {'against plain PyTorch':<{wide + 2}}" + "".join(f"{kind:>12}" for kind in KINDS),
         ]
@@ -93,15 +94,30 @@ class Report:
 
 
 def with_second(report: Report, second: Report) -> Report:
-    """A report that found differences, and what the same check finds in float64."""
+    """A report in a program's own dtypes, and what the same check finds in float64."""
+    if report.agrees and not second.agrees:
+        note = f"In its own dtypes all agree, but these hide differences up to {report.rtol:.1e}."
+        return replace(second, notes=(*second.notes, note))
+    worst = max(gap for stage in second.stages for gap in (0.0, *stage.differences.values()))
+    if report.agrees:
+        return replace(report, notes=(*report.notes, f"In float64 all agree too, up to {worst:.1e}."))
     if second.agrees:
-        worst = max(gap for stage in second.stages for gap in (0.0, *stage.differences.values()))
         note = (
             f"In float64 all agree, up to {worst:.1e}: this is rounding. It is amplified where a result depends on the "
             "sign of something very small, such as a gradient that is exactly zero, under Adam."
         )
         return replace(report, is_rounding=True, value="", notes=(note,))
     return replace(report, notes=(*report.notes, f"In float64 it {second.verdict} too: this is not rounding."))
+
+
+def without_second(report: Report, error: Exception) -> Report:
+    """The report where the same check raises ``error`` in float64."""
+    said = (str(error).splitlines() or [""])[0]
+    note = (
+        f"In float64 the step cannot be computed ({type(error).__name__}: {said}), so differences up to "
+        f"{report.rtol:.1e} are not seen, and larger ones may be rounding."
+    )
+    return replace(report, notes=(*report.notes, note))
 
 
 def _where(stage: Stage) -> str:
