@@ -194,7 +194,13 @@ class StepGraph:
         self._module = None
 
     def set_output(self, outputs: Iterable[Any], aux: dict[str, Node], updates: dict[str, Node]) -> None:
-        """Say what the step returns: see ``outputs``, ``aux`` and ``updates``; outputs keep number and order."""
+        """Say what the step returns: see ``outputs``, ``aux`` and ``updates``; outputs keep number and order.
+
+        Raises VerifyError for others than a list and two dicts.
+        """
+        if not (isinstance(outputs, Iterable) and isinstance(aux, Mapping) and isinstance(updates, Mapping)):
+            said = f"graph.set_output({outputs!r:.60}, {aux!r:.60}, {updates!r:.60})"
+            raise VerifyError(f"{said}\n  It takes a list of values, and two dicts of values by name")
         self.output.args = ((tuple(outputs), dict(aux), dict(updates)),)
 
     def hand_out(self, instead: Mapping[Node, Node]) -> None:
@@ -241,6 +247,8 @@ class StepGraph:
         Returns the annotated node.  Raises SbpError where the value cannot have that SBP.
         """
         node = self.node(target) if isinstance(target, str) else target
+        if not isinstance(node, Node) or node.graph is not self.graph:
+            raise SbpError(f"cannot pin {node!r:.60} in graph {self.name}: give one of its values, or the name of one")
         index = self.placement.axis(axis)
         self._check_pin(node, axis, sbp)
         if node.op != "placeholder" and node.target not in (ops.use, PIN):

@@ -22,6 +22,7 @@ from graphzero.ir.packed_graph import PackedGraph, PackedHistory
 from graphzero.ir.streams.launches import check_program_launches
 from graphzero.ir.text.printer import print_graph, role_text
 from graphzero.ir.value import Role
+from graphzero.ir.verifier.node_facts import check_form
 from graphzero.ir.verifier.stream_order import check_streams
 from graphzero.ir.verifier.verify import facts_of, verify
 from graphzero.logs import phase
@@ -251,6 +252,7 @@ def _checked(given: _Given, after: object, name: str) -> StepGraph:
             f"pass {name} returned {type(after).__name__}, not a StepGraph\n"
             "  A pass changes the graph it is given and returns it"
         )
+    check_form(after, name)
     for problem, hint in _changed_parts(given, after):
         raise VerifyError(f"pass {name} {problem}\n  {hint}")
     return after

@@ -157,6 +157,78 @@ def returns_a_number_beside(graph):
     return graph
 
 
+def returns_two_values_for_three_parts(graph):
+    graph.output.args = graph.outputs
+    return graph
+
+
+def returns_twice(graph):
+    graph.graph.output(graph.output.args[0])
+    return graph
+
+
+def sets_no_output(graph):
+    graph.set_output(None, graph.aux, graph.updates)
+    return graph
+
+
+def takes_the_fx_graph_away(graph):
+    graph.graph = None
+    return graph
+
+
+def names_two_values_alike(graph):
+    nonlinear(graph).name = graph.outputs[0].name
+    return graph
+
+
+def names_a_value_in_words(graph):
+    nonlinear(graph).name = "log softmax"
+    return graph
+
+
+def calls_with_a_value_for_a_tuple(graph):
+    old = graph.outputs[0]
+    with graph.graph.inserting_after(old):
+        graph.call(ATEN.relu.default, old, value.type_of(old), like=old)
+    return graph
+
+
+def forgets_a_type(graph):
+    nonlinear(graph).meta["type"] = None
+    return graph
+
+
+def splits_on_two_axes_of_one(graph):
+    nonlinear(graph).meta["sbp"] = (B, B)
+    return graph
+
+
+def pins_without_an_sbp(graph):
+    next(graph.placeholders("param")).meta["sbp"] = None
+    return graph
+
+
+def pins_in_words(graph):
+    next(graph.placeholders("param")).meta["pins"] = "dp"
+    return graph
+
+
+def repeats_in_words(graph):
+    nonlinear(graph).meta["repeat"] = "twice"
+    return graph
+
+
+def pins_nothing(graph):
+    graph.pin(None, "dp", B)
+    return graph
+
+
+def pins_a_value_of_another_graph(graph):
+    graph.pin(nonlinear(graph.clone()), "dp", B)
+    return graph
+
+
 BROKEN = [
     (returns_nothing, gz.VerifyError, "returned NoneType", "returns it"),
     (returns_a_module, gz.VerifyError, "not a StepGraph"),
@@ -178,6 +250,25 @@ BROKEN = [
     (makes_an_input_another, gz.VerifyError, "buffer(model.weight)", "which was param(model.weight)"),
     (goes_to_other_ranks, gz.VerifyError, 'names=("tp",)', "Leave graph.placement"),
     (returns_a_number_beside, gz.VerifyError, "would hand out 3", "graph.set_output"),
+    (
+        returns_two_values_for_three_parts,
+        gz.VerifyError,
+        "has the graph return",
+        "graph.set_output(outputs, aux, updates)",
+    ),
+    (returns_twice, gz.VerifyError, "is a output node"),
+    (sets_no_output, gz.VerifyError, "graph.set_output(None", "a list of values"),
+    (takes_the_fx_graph_away, gz.VerifyError, "set graph.graph to None"),
+    (names_two_values_alike, gz.VerifyError, "is the name of two nodes"),
+    (names_a_value_in_words, gz.VerifyError, "'log softmax' is no name"),
+    (calls_with_a_value_for_a_tuple, gz.VerifyError, "for its arguments, which are a tuple"),
+    (forgets_a_type, gz.VerifyError, "has None for a type"),
+    (splits_on_two_axes_of_one, gz.VerifyError, "has (B, B) for an SBP", "for each axis, dp"),
+    (pins_without_an_sbp, gz.VerifyError, "is pinned, and its SBP is None", "graph.pin(value, axis, sbp)"),
+    (pins_in_words, gz.VerifyError, "has 'dp' for pins"),
+    (repeats_in_words, gz.VerifyError, "has 'twice' for its repeat, which is of type int"),
+    (pins_nothing, gz.SbpError, "cannot pin None", "one of its values"),
+    (pins_a_value_of_another_graph, gz.SbpError, "cannot pin", "one of its values"),
     (pins_a_stranger, gz.VerifyError, "no value named 'stranger'", "print(graph)"),
     (pins_on_a_strange_axis, gz.PlacementError, "'tp'", "dp"),
     (pins_a_strange_dim, gz.SbpError, "S(7)", "pin it to B"),
@@ -190,7 +281,7 @@ def test_a_pass_that_breaks_a_law_is_refused(case):
     pass_, kind, *words = case
     another()  # ahead: no Graph is compiled within the compilation of one
     message = refused(using(pass_), kind, *words)
-    assert pass_.__name__ in message or pass_.__name__.startswith("pins")
+    assert pass_.__name__ in message or pass_.__name__.startswith(("pins", "sets"))
 
 
 @pytest.mark.parametrize("after", ["propagate", "insert_boxing", "lower_boxing", "localize", "bucket", "dead_code"])

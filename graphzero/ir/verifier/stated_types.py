@@ -11,7 +11,7 @@ operands of the same types.  A text may contain anything, so the size of their r
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -19,24 +19,20 @@ import torch
 from torch import Tensor, fx
 
 from graphzero import _compat
-from graphzero.errors import VerifyError
 from graphzero.ir import calls, known_ops, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.local_calls import DRAWS, is_drawn_apart, local_call
 from graphzero.ir.storage import inplace
 from graphzero.ir.text.printer import op_name
-from graphzero.ir.value import OP_PHASES, PHASES, ROLE_KINDS, Role, ScalarType, TensorType, Type
+from graphzero.ir.value import ScalarType, TensorType, Type
+from graphzero.ir.verifier.node_facts import check_phase, type_text
 from graphzero.ir.verifier.pass_op_types import FORMS, Unfit, kind_of_number, need
 from graphzero.ir.verifier.violation import violation
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, FREE, SAME
 from graphzero.sbp.op_call import instances_in
 from graphzero.sbp.shards import LocalSize, LocalStart
-from graphzero.sbp.types import Sbp, parse_sbp
+from graphzero.sbp.types import parse_sbp
 
-_CONSTANTS = {
-    fx.Node, type(None), bool, int, float, complex, str,
-    torch.dtype, torch.device, torch.layout, torch.memory_format, LocalSize, LocalStart,
-}  # fmt: skip
 MOST_RESULTS = 4096  # of an op of which nothing says how many it has
 NUMBERS: Mapping[str, Any] = {"float": 1.0, "int": 1, "bool": True}  # one of each type
 _MOVES = frozenset({*ops.MOVES, *ops.COMMUNICATING} - {ops.relabel})
@@ -62,19 +58,6 @@ def check_stated(graph: StepGraph, nodes: Iterable[fx.Node], where: str) -> None
             raise violation(node, where, f"'{node.name}' {error}", hint) from None
 
 
-def check_facts(graph: StepGraph, where: str) -> None:
-    """Raise VerifyError for the first node with types, SBPs, a role, a phase or arguments that are not of their
-    classes, or with an earlier phase than what it reads."""
-    for node in graph.nodes:
-        try:
-            if node.op == "call_function":
-                _check_facts(node)
-                _check_phase(node)
-        except Unfit as error:
-            hint = "graph.call(target, args, type, sbp=..., phase=...) and graph.set_role(node, role) take them"
-            raise VerifyError(f"{where}'{node.name}' {error}\n  {hint}") from None
-
-
 def check_sizes(graph: StepGraph, nodes: Iterable[fx.Node], where: str) -> None:
     """Raise VerifyError for the first of the nodes with arguments that are not those of a rank's piece: sizes, and for
     an op that counts places where they are."""
@@ -95,9 +78,9 @@ def _check_placeholder(node: fx.Node) -> None:
     role, type_ = value.role_of(node), value.type_of(node)
     assert role is not None
     kind, what = (ScalarType, "number") if role.kind in ("hyper", "scalar") else (TensorType, "tensor")
-    need(isinstance(type_, kind), f"is a {role.kind} of type {_text(type_)}, which is not a {what}")
+    need(isinstance(type_, kind), f"is a {role.kind} of type {type_text(type_)}, which is not a {what}")
     if role.kind == "seed":
-        need(type_ == TensorType(torch.int64, ()), f"is a seed of type {_text(type_)}; a seed is i64[]")
+        need(type_ == TensorType(torch.int64, ()), f"is a seed of type {type_text(type_)}; a seed is i64[]")
 
 
 def _check_output(graph: StepGraph) -> None:
@@ -108,36 +91,9 @@ def _check_output(graph: StepGraph) -> None:
 # ---- calls
 
 
-def _check_facts(node: fx.Node) -> None:
-    """Types, SBPs, the role and arguments are of the classes of theirs."""
-    type_, nd, role = node.meta["type"], value.sbp_of(node), value.role_of(node)
-    for one in type_ if isinstance(type_, tuple) else (type_,):
-        is_shape = not isinstance(one, TensorType) or isinstance(one.shape, tuple)
-        need(isinstance(one, (TensorType, ScalarType, type(None))) and is_shape, f"has {one!r:.60} for a type")
-    many = isinstance(type_, tuple)
-    need(type_ is not None and (nd is None or (isinstance(nd, tuple) and (not many or len(nd) == len(type_)))), (
-        f"has {nd!r:.60} for the SBP of {_text(type_)}; it takes one for each axis, of each result"
-    ))  # fmt: skip
-    for one in (nd or ()) if many else (nd,):
-        good = one is None or (isinstance(one, tuple) and all(sbp is None or isinstance(sbp, Sbp) for sbp in one))
-        need(good, f"has {one!r:.60} for an SBP, which is a tuple with one of gz.sbp for each axis")
-    need(role is None or (isinstance(role, Role) and role.kind in ROLE_KINDS), f"has {role!r:.60} for a role")
-    strange = next((x for x in _leaves((node.args, node.kwargs)) if type(x) not in _CONSTANTS), None)
-    need(strange is None, f"has an argument of type {type(strange).__name__}, neither a value nor a constant")
-
-
-def _check_phase(node: fx.Node) -> None:
-    """An op is of a phase, and what it reads is of no later one: passes cut a step between phases."""
-    phase = value.phase_of(node)
-    need(phase in OP_PHASES, f"has {phase!r:.60} for a phase, which is one of {', '.join(OP_PHASES)}")
-    for x in node.all_input_nodes:
-        is_later = x.op == "call_function" and PHASES.index(value.phase_of(x)) > PHASES.index(phase)
-        need(not is_later, f"is of the phase {phase} and reads '{x.name}' of {value.phase_of(x)}, which follows")
-
-
 def _check_call(graph: StepGraph, node: fx.Node) -> None:
     target: Any = node.target
-    _check_phase(node)
+    check_phase(node)
     for operand in node.all_input_nodes:
         many = isinstance(value.type_of(operand), tuple)
         need(not many or target in (operator.getitem, ops.wait), f"reads '{operand.name}', which has several results")
@@ -148,24 +104,9 @@ def _check_call(graph: StepGraph, node: fx.Node) -> None:
         "graph.pin(name, axis, sbp), before `propagate`"
     ))  # fmt: skip
     type_ = _result_type(graph, node)
-    need(type_ == value.type_of(node), f"is said to be {_text(value.type_of(node))}, but is {_text(type_)}")
+    need(type_ == value.type_of(node), f"is said to be {type_text(value.type_of(node))}, but is {type_text(type_)}")
     nd = value.sbp_of(node)
     need(nd is None or not isinstance(type_, ScalarType), "is a number, which has no SBP")
-
-
-def _leaves(args: Any) -> Iterator[Any]:
-    if isinstance(args, (list, tuple, dict)):
-        for arg in args.values() if isinstance(args, dict) else args:
-            yield from _leaves(arg)
-    else:
-        yield args
-
-
-def _text(type_: Any) -> str:
-    if isinstance(type_, tuple):
-        inner = ", ".join("_" if t is None else str(t) for t in type_[:8])
-        return f"({inner}{', ...' * (len(type_) > 8)})"
-    return str(type_)
 
 
 def _result_type(graph: StepGraph, node: fx.Node) -> Any:

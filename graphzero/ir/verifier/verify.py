@@ -25,7 +25,8 @@ from graphzero.ir.text.printer import nd_text, op_name
 from graphzero.ir.value import TensorType
 from graphzero.ir.verifier.collective_moves import check_moves
 from graphzero.ir.verifier.memory_spaces import check_spaces
-from graphzero.ir.verifier.stated_types import check_facts, check_sizes, check_stated
+from graphzero.ir.verifier.node_facts import check_facts
+from graphzero.ir.verifier.stated_types import check_sizes, check_stated
 from graphzero.ir.verifier.storage import check_storage
 from graphzero.ir.verifier.stream_order import check_streams
 from graphzero.ir.verifier.violation import check_unmoved, violation
@@ -92,7 +93,7 @@ def examine(graph: StepGraph, where: str = "") -> None:
 
 
 def _check_order(graph: StepGraph, where: str) -> None:
-    seen: set[fx.Node] = set()
+    seen, last = set[fx.Node](), graph.output
     for node in graph.nodes:
         for operand in input_nodes(node):
             if operand not in seen:
@@ -101,7 +102,7 @@ def _check_order(graph: StepGraph, where: str) -> None:
                     "Insert new nodes before their first reader: with graph.graph.inserting_before(node): ..."
                 )
         seen.add(node)
-        if node.op not in ("placeholder", "call_function", "output"):
+        if node.op not in ("placeholder", "call_function", "output") or (node.op == "output") != (node is last):
             raise VerifyError(f"{where}'{node.name}' is a {node.op} node; a graph holds placeholders, calls, an output")
         if node.op != "output" and "type" not in node.meta:
             raise VerifyError(
