@@ -26,24 +26,31 @@ LOADED = [
 
 def context() -> Any:
     """Makes processes by forking the one that has loaded all that is in ``LOADED``."""
-    made = mp.get_context("forkserver")
-    made.set_forkserver_preload(LOADED)
-    return made
+    forkserver = mp.get_context("forkserver")
+    forkserver.set_forkserver_preload(LOADED)
+    return forkserver
 
 
-def start(work: Callable[..., Any], args: Sequence[Any], ranks: int, method: str = "forkserver") -> None:
+def start(
+    work: Callable[..., Any], args: Sequence[Any], ranks: int, method: str = "forkserver", seconds: float | None = None
+) -> None:
     """Run ``work(rank, *args)`` in so many new processes, to the end of all; raises if one fails, and ends the others.
 
     ``work`` is a function of a module.  method: of multiprocessing, "spawn" for processes that load all again.
+    seconds: for which it waits for the next of them to end; TimeoutError where none does.
     """
     context()
     started = mp.start_processes(_begin, (work, args), ranks, join=False, start_method=method)
     try:
-        while not started.join():
-            pass
+        alive = len(started.sentinels)
+        while not started.join(seconds):
+            if len(started.sentinels) == alive:
+                raise TimeoutError(f"no process has ended in {seconds} s")
+            alive = len(started.sentinels)
     finally:  # also where a test's time is over
-        for one in started.processes:
-            one.kill()
+        for process in started.processes:
+            process.kill()
+            process.join()
 
 
 def start_as_torchrun(work: Callable[..., Any], args: Sequence[Any], ranks: int) -> None:

@@ -12,7 +12,6 @@ written and with what may wait made later.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -20,10 +19,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from _run import markdown, options_of
-from models import gpt2, llama, tokens
+from _run import command_parser, format_table, parse_options
+from models import draw_tokens, gpt2, llama
 from parity import TrainGraph
-from systems import graph as graph_of
+from systems import build_graph
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from workloads import GPT, WORKLOADS, Shape
@@ -37,37 +36,41 @@ HEAD = ["model", "setting", "activations, MB", "peak, MB", "equal", "values", "t
 
 
 def print_turns(
-    graphs_of: Mapping[str, Callable[[], dict[str, gz.Graph]]], batch: Any, rounds: int, limit: float = 0.0
+    builders: Mapping[str, Callable[[], dict[str, gz.Graph]]], batch: Any, rounds: int, limit: float = 0.0
 ) -> None:
     """A table of models under settings, whose losses must be the same, to the bit or to a relative limit."""
     rows = []
-    for name, make in graphs_of.items():
-        graphs = make()
-        losses = {key: [float(graph(*batch)) for _ in range(2)] for key, graph in graphs.items()}
+    for name, build_graphs in builders.items():
+        graphs = build_graphs()
+        losses = {setting: [float(graph(*batch)) for _ in range(2)] for setting, graph in graphs.items()}
         first = next(iter(losses.values()))
         assert all(abs(a / b - 1) <= limit for x in losses.values() for a, b in zip(x, first, strict=True)), losses
-        times = take_turns({key: partial(graph, *batch) for key, graph in graphs.items()}, rounds)
-        rows += [row(name, key, graph, batch, times) for key, graph in graphs.items()]
-    print(markdown(HEAD, rows))
+        times = time_in_turn({setting: partial(graph, *batch) for setting, graph in graphs.items()}, rounds)
+        base = next(iter(times.values()))
+        rows += [
+            [name, setting, *describe_run(graph, batch, times[setting], base)] for setting, graph in graphs.items()
+        ]
+    print(format_table(HEAD, rows))
 
 
-def take_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def time_in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
     """Seconds of the processor of each call round by round, after a round that does not count."""
-    seconds: dict[str, list[float]] = {key: [] for key in calls}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(1 + rounds):
-        for key, call in calls.items():
+        for name, call in calls.items():
             began = time.process_time()
             call()
-            seconds[key].append(time.process_time() - began)
-    return {key: each[1:] for key, each in seconds.items()}
+            seconds[name].append(time.process_time() - began)
+    return {name: each[1:] for name, each in seconds.items()}
 
 
-def row(name: str, key: str, graph: gz.Graph, batch: Any, times: dict[str, list[float]]) -> list[str]:
+def describe_run(graph: gz.Graph, batch: Any, times: list[float], base: list[float]) -> list[str]:
+    """Cells of a table from the third on."""
     memory, peak = graph.plan.memory, measure_step(graph, *batch).peak
-    ratio = statistics.median(a / b for a, b in zip(times[key], next(iter(times.values())), strict=True))
+    ratio = statistics.median(a / b for a, b in zip(times, base, strict=True))
     equal = "yes" if peak == memory.peak else f"NO ({peak:,})"
-    cells = [name, key, f"{memory.activations / 1e6:.2f}", f"{memory.peak / 1e6:.2f}", equal]
-    return [*cells, str(len(graph.plan.recomputed)), f"{ratio:.2f}", f"{min(times[key]) * 1e3:.0f}"]
+    sizes = [f"{memory.activations / 1e6:.2f}", f"{memory.peak / 1e6:.2f}", equal]
+    return [*sizes, str(len(graph.plan.recomputed)), f"{ratio:.2f}", f"{min(times) * 1e3:.0f}"]
 
 
 # ---- recomputation
@@ -80,23 +83,23 @@ PARTS = (0.75, 0.5, 0.35)
 def print_recompute(rounds: int) -> None:
     what = f"{SIZE['layers']} layers of width {SIZE['width']}, 4 sequences of {SIZE['context']}"
     print(f"{what}; activations: the most bytes of them at a time; time: 1 is without\n")
-    batch = tokens(0, 4, torch.float32, SIZE["vocabulary"], SIZE["context"])
-    print_turns({name: partial(recomputing_graphs, name, batch) for name in RECOMPUTED}, batch, rounds)
+    batch = draw_tokens(0, 4, torch.float32, SIZE["vocabulary"], SIZE["context"])
+    print_turns({name: partial(build_recomputing_graphs, name, batch) for name in RECOMPUTED}, batch, rounds)
 
 
-def recomputing_graphs(name: str, batch: Any) -> dict[str, gz.Graph]:
-    plain = recomputing_graph(name)
+def build_recomputing_graphs(name: str, batch: Any) -> dict[str, gz.Graph]:
+    plain = build_recomputing_graph(name)
     most = plain.compile(*batch).plan.memory.activations
-    graphs = {"plain": plain, "torch.utils.checkpoint, by block": recomputing_graph(name, blocks=True)}
-    graphs['"checkpoint"'] = recomputing_graph(name, "checkpoint")
-    return graphs | {f"{part:.0%} of the bytes": recomputing_graph(name, int(part * most)) for part in PARTS}
+    graphs = {"plain": plain, "torch.utils.checkpoint, by block": build_recomputing_graph(name, blocks=True)}
+    graphs['"checkpoint"'] = build_recomputing_graph(name, "checkpoint")
+    return graphs | {f"{part:.0%} of the bytes": build_recomputing_graph(name, int(part * most)) for part in PARTS}
 
 
-def recomputing_graph(name: str, memory: Any = None, blocks: bool = False) -> TrainGraph:
+def build_recomputing_graph(name: str, memory: Any = None, blocks: bool = False) -> TrainGraph:
     """blocks: torch.utils.checkpoint around each."""
     torch.manual_seed(0)
-    make, path = RECOMPUTED[name]
-    model: nn.Module = make(**SIZE)
+    build_model, path = RECOMPUTED[name]
+    model: nn.Module = build_model(**SIZE)
     for block in model.get_submodule(path).children() if blocks else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     graph = TrainGraph(model, torch.optim.AdamW(model.parameters()))
@@ -111,11 +114,13 @@ TILED = Shape(vocabulary=50257, width=768, layers=2, heads=12, batch=8, context=
 
 def print_tiles(rounds: int) -> None:
     print(f"GPT of {TILED.layers} layers, {TILED.vocabulary} classes, {TILED.batch} sequences of {TILED.context}\n")
-    batch = tokens(0, TILED.batch, torch.float32, TILED.vocabulary, TILED.context)
-    print_turns({"gpt2": lambda: {f"{count} tiles": tiled_graph(count) for count in (1, 2, 4, 8)}}, batch, rounds, 1e-6)
+    batch = draw_tokens(0, TILED.batch, torch.float32, TILED.vocabulary, TILED.context)
+    print_turns(
+        {"gpt2": lambda: {f"{count} tiles": build_tiled_graph(count) for count in (1, 2, 4, 8)}}, batch, rounds, 1e-6
+    )
 
 
-def tiled_graph(count: int) -> TrainGraph:
+def build_tiled_graph(count: int) -> TrainGraph:
     torch.manual_seed(0)
     model = GPT(TILED)
     graph = TrainGraph(model, torch.optim.AdamW(model.parameters()))
@@ -129,14 +134,14 @@ def tiled_graph(count: int) -> TrainGraph:
 
 def print_order(rounds: int) -> None:
     del rounds
-    rows = [row for name in ("A", "B", "conv") for row in planned_peaks(name)]
-    print(markdown(["model", "stage", "MB as written", "MB with order", "ratio"], rows))
+    rows = [row for name in ("A", "B", "conv") for row in compare_planned_peaks(name)]
+    print(format_table(["model", "stage", "MB as written", "MB with order", "ratio"], rows))
 
 
-def planned_peaks(name: str) -> list[list[Any]]:
+def compare_planned_peaks(name: str) -> list[list[Any]]:
     rows = []
     with fake_world(2, rank=0):
-        graph = graph_of(0, WORKLOADS[name])
+        graph = build_graph(0, WORKLOADS[name])
         graph.compile(*WORKLOADS[name].part(0, 0, 2))
         captured = graph.history[0].before
         for stage in range(4):
@@ -150,10 +155,10 @@ SUBJECTS = {"recompute": print_recompute, "tiles": print_tiles, "order": print_o
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("subject", nargs="?", default="recompute", choices=SUBJECTS)
     parser.add_argument("--rounds", type=int, default=12)
-    options = options_of(parser)
+    options = parse_options(parser)
     SUBJECTS[options.subject](options.rounds)
 
 

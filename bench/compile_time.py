@@ -11,18 +11,15 @@ are in the log of a compilation.
 
 from __future__ import annotations
 
-import argparse
-import json
-import resource
 import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from _run import in_fresh_process, markdown, options_of
+from _run import command_parser, format_table, parse_options, read_peak_memory, run_in_fresh_process
 from layouts import MEGATRON, parallelise
-from models import WithLoss, gpt2, published_llama
+from models import gpt2, published_llama
 from parity import TrainGraph
 from torch import Tensor, nn
 
@@ -31,23 +28,19 @@ from graphzero.step import compile_step
 
 STAGE = 3
 TP = 8  # ranks over which its weights are split
-Found = dict[tuple[int, int], dict[str, Any]]  # by (layers, ranks)
+Figures = dict[str, float]
+ROWS: dict[str, Callable[[Figures], str]] = {
+    "capture, s": lambda one: f"{one['capture']:.2f}",
+    "all, s": lambda one: f"{one['total']:.2f}",
+    "after capture, s": lambda one: f"{one['total'] - one['capture']:.2f}",
+    "operations": lambda one: f"{one['nodes']:,}",
+    "parameters": lambda one: f"{one['parameters'] / 1e6:.1f} M",
+    "peak RSS": lambda one: f"{one['rss'] / 1e6:,.0f} MB",
+    "of it imports and model": lambda one: f"{one['rss_before'] / 1e6:,.0f} MB",
+}
 
 
-def show(found: Found) -> None:
-    """The table: a column for each (layers, ranks)."""
-    head = ["", *(f"{n} layers, {r} ranks" for n, r in found)]
-    rows = [["capture, s", *(f"{one['capture']:.2f}" for one in found.values())]]
-    rows.append(["all, s", *(f"{one['total']:.2f}" for one in found.values())])
-    rows.append(["after capture, s", *(f"{one['total'] - one['capture']:.2f}" for one in found.values())])
-    rows.append(["operations", *(f"{one['nodes']:,}" for one in found.values())])
-    rows.append(["parameters", *(f"{one['parameters'] / 1e6:.1f} M" for one in found.values())])
-    rows.append(["peak RSS", *(f"{one['rss'] / 1e6:,.0f} MB" for one in found.values())])
-    rows.append(["of it imports and model", *(f"{one['rss_before'] / 1e6:,.0f} MB" for one in found.values())])
-    print(markdown(head, rows))
-
-
-def measure_gpt2(layers: int, ranks: int) -> dict[str, Any]:
+def measure_gpt2(layers: int, ranks: int) -> Figures:
     """On virtual ranks."""
     with torch.device("meta"):
         model = gpt2(layers, width=768, heads=12, vocabulary=50257, context=1024)
@@ -55,17 +48,18 @@ def measure_gpt2(layers: int, ranks: int) -> dict[str, Any]:
     return measure(model, gz.placement("cpu", range(ranks), virtual=True), ids, ids)
 
 
-def measure_llama(layers: int, ranks: int) -> dict[str, Any]:
+def measure_llama(layers: int, ranks: int) -> Figures:
     """As rank 0 of a job of (ranks / TP) x TP processes; the batch is one sequence for each data-parallel rank."""
-    model, ids = WithLoss(published_llama(layers)), torch.zeros(1, 2048, dtype=torch.long, device="meta")
+    model, ids = published_llama(layers), torch.zeros(1, 2048, dtype=torch.long, device="meta")
     with gz.testing.fake_world(ranks):
         place = gz.placement("cpu", torch.arange(ranks).reshape(-1, TP).tolist(), names=("dp", "tp"))
         parallelise(model, MEGATRON, place)
         return measure(model, place, ids, ids)
 
 
-def measure(model: nn.Module, place: Any, *batch: Tensor) -> dict[str, Any]:
+def measure(model: nn.Module, place: Any, *batch: Tensor) -> Figures:
     """Compile once; seconds, and bytes of resident memory."""
+    torch.set_num_threads(1)
     graph = TrainGraph(model, torch.optim.AdamW(model.parameters()), None, STAGE, place)
     compiling: Any = compile_step
     capture, seconds = compiling.capture, list[float]()
@@ -76,7 +70,7 @@ def measure(model: nn.Module, place: Any, *batch: Tensor) -> dict[str, Any]:
         seconds.append(time.process_time() - began)
         return captured
 
-    before = peak_rss()
+    before = read_peak_memory()
     started = time.process_time()
     with patch.object(compiling, "capture", timed):
         graph.compile(*batch)
@@ -85,37 +79,29 @@ def measure(model: nn.Module, place: Any, *batch: Tensor) -> dict[str, Any]:
         "total": time.process_time() - started,
         "nodes": len(list(graph.program.nodes)),
         "parameters": graph.plan.parameters,
-        "rss": peak_rss(),
+        "rss": read_peak_memory(),
         "rss_before": before,
     }
 
 
-def peak_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in kB
-
-
 # ---- the command
 
-MEASURES: dict[str, Callable[[int, int], dict[str, Any]]] = {"gpt2": measure_gpt2, "llama": measure_llama}
+
+MEASURES: dict[str, Callable[[int, int], Figures]] = {"gpt2": measure_gpt2, "llama": measure_llama}
 CELLS = {"gpt2": [(12, 64), (24, 64), (48, 64), (12, 8), (12, 1024)], "llama": [(32, TP * TP), (8, TP * TP)]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("subject", choices=MEASURES)
     parser.add_argument("--full", action="store_true", help="other numbers of layers and ranks too")
     parser.add_argument("--layers", type=int, help="only so many, on 64 ranks")
-    parser.add_argument("--measure", type=int, nargs=2, metavar=("LAYERS", "RANKS"), help="one measurement, as JSON")
-    options = options_of(parser)
-    if options.measure:
-        print(json.dumps(MEASURES[options.subject](*options.measure)))
-        return
-    cells = CELLS[options.subject] if options.full else CELLS[options.subject][:1]
-    found: Found = {}
-    for cell in [(options.layers, 64)] if options.layers else cells:
-        found[cell] = in_fresh_process("compile_time.py", options.subject, "--measure", *cell)
+    options = parse_options(parser)
+    cells = [(options.layers, 64)] if options.layers else CELLS[options.subject][: None if options.full else 1]
+    figures = [run_in_fresh_process(MEASURES[options.subject], *cell) for cell in cells]
     print(f"{options.subject}, stage {STAGE}, one core\n")
-    show(found)
+    head = ["", *(f"{layers} layers, {ranks} ranks" for layers, ranks in cells)]
+    print(format_table(head, [[name, *map(text, figures)] for name, text in ROWS.items()]))
 
 
 if __name__ == "__main__":

@@ -11,58 +11,67 @@ it reads; DCP does neither.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _run import average, give_back, high_water, markdown, on_gloo, options_of, reset_high_water
+from _run import (
+    average_over_ranks,
+    command_parser,
+    format_table,
+    parse_options,
+    read_peak_memory,
+    release_memory,
+    reset_peak_memory,
+    run_on_gloo,
+)  # fmt: skip
 from parity import TrainGraph
-from systems import adamw, fully_sharded, graph
+from systems import adamw, build_graph, shard_fully
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from workloads import Shape, Workload, gpt
 
 import graphzero as gz
 
-WHAT = "save", "load", "load from the disk"
+SYSTEMS, ACTS = ("graphzero", "DCP"), ("save", "load", "load from the disk")
 Cost = tuple[float, float, float]  # seconds, seconds of the processor, MB
+Costs = dict[tuple[str, str], list[Cost]]  # by system and act, of each round
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=12)
-    options = options_of(parser)
-    report(on_gloo(2, work, options.rounds, options.layers))
+    options = parse_options(parser)
+    nbytes, costs = run_on_gloo(2, measure_rounds, options.rounds, options.layers)
+    print(f"{nbytes / 1e9:.2f} GB, {options.rounds} rounds, median\n\n{format_costs(costs)}")
 
 
-def report(found: dict[str, Any]) -> None:
+def format_costs(costs: Costs) -> str:
     rows = []
-    for what in WHAT:
-        ours, theirs = found[f"graphzero {what}"], found[f"DCP {what}"]
+    for act in ACTS:
         for i, unit in enumerate(("seconds", "seconds of the processor", "peak MB")):
-            a, b = (statistics.median(one[i] for one in held) for held in (ours, theirs))
-            spread = [f"{min(x[i] for x in held):.2f} to {max(x[i] for x in held):.2f}" for held in (ours, theirs)]
-            ratio = f"{a / b:.2f}" if b else "-"
-            rows.append([f"{what}, {unit}", f"{a:.2f}", f"{b:.2f}", ratio, *spread])
-    print(f"{found['bytes'] / 1e9:.2f} GB, {len(found['DCP save'])} rounds, median\n")
-    print(markdown(["", "graphzero", "DCP", "ratio", "graphzero from to", "DCP from to"], rows))
+            ours, theirs = ([cost[i] for cost in costs[system, act]] for system in SYSTEMS)
+            a, b = statistics.median(ours), statistics.median(theirs)
+            spread = [f"{min(figures):.2f} to {max(figures):.2f}" for figures in (ours, theirs)]
+            rows.append([f"{act}, {unit}", f"{a:.2f}", f"{b:.2f}", f"{a / b:.2f}" if b else "-", *spread])
+    return format_table(["", *SYSTEMS, "ratio", *(f"{system} from to" for system in SYSTEMS)], rows)
 
 
-class Theirs:
+class ShardedTraining:
     """FSDP2 of the same, one unit a block."""
 
     def __init__(self, workload: Workload) -> None:
-        self.model = fully_sharded(workload.model(), workload)
+        self.model = shard_fully(workload.model(), workload)
         self.optimizer = adamw(self.model)
 
     def step(self, x: Tensor, y: Tensor) -> None:
@@ -83,36 +92,26 @@ class Theirs:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def work(rank: int, rounds: int, layers: int) -> dict[str, Any]:
+def measure_rounds(rank: int, rounds: int, layers: int) -> tuple[int, Costs]:
+    """Bytes of a checkpoint of DCP's, and what all cost."""
     folders = [tempfile.mkdtemp()]  # of TMPDIR
     dist.broadcast_object_list(folders)
-    folder = Path(folders[0])
     workload = gpt(Shape(vocabulary=50257, width=768, layers=layers, heads=12, batch=1, context=16, tied=True))
     batch = workload.part(0, rank, 2)
-    ours, theirs = graph(3, workload), Theirs(workload)
+    ours, theirs = build_graph(3, workload), ShardedTraining(workload)
     ours(*batch)
     theirs.step(*batch)
     check_equal_size(ours, theirs)
-    found: dict[str, Any] = {f"{who} {what}": [] for who in ("graphzero", "DCP") for what in WHAT}
+    systems = [("graphzero", partial(gz.save, ours), partial(gz.load, ours)), ("DCP", theirs.save, theirs.load)]
+    costs: Costs = {(system, act): [] for system in SYSTEMS for act in ACTS}
     try:
         for number in range(rounds + 1):
-            pair = [
-                ("graphzero", lambda path: gz.save(ours, path), lambda path: gz.load(ours, path)),
-                ("DCP", theirs.save, theirs.load),
-            ]
-            for who, write, read in pair if number % 2 else reversed(pair):
-                path = folder / f"{who}-{number}"
-                saved = measure(lambda write=write, path=path: write(path))
-                settle()
-                loaded = measure(lambda read=read, path=path: read(path))
-                forget(path)
-                settle()
-                from_disk = measure(lambda read=read, path=path: read(path))
-                if number:  # the first one warms up
-                    found[f"{who} load from the disk"].append(from_disk)
-                    found[f"{who} save"].append(saved)
-                    found[f"{who} load"].append(loaded)
-                found["bytes"] = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            for system, save, load in systems if number % 2 else reversed(systems):
+                path = Path(folders[0], f"{system}-{number}")
+                measured = measure_files(path, save, load)
+                for act, cost in zip(ACTS, measured, strict=True) if number else ():  # the first one warms up
+                    costs[system, act].append(cost)
+                nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
                 dist.barrier()
                 if rank == 0:
                     shutil.rmtree(path)
@@ -120,11 +119,21 @@ def work(rank: int, rounds: int, layers: int) -> dict[str, Any]:
     finally:
         dist.barrier()
         if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-    return found
+            shutil.rmtree(folders[0], ignore_errors=True)
+    return nbytes, costs
 
 
-def check_equal_size(ours: TrainGraph, theirs: Theirs) -> None:
+def measure_files(path: Path, save: Callable[[Path], Any], load: Callable[[Path], Any]) -> list[Cost]:
+    """The cost of each of ACTS."""
+    saved = measure(partial(save, path))
+    settle()
+    loaded = measure(partial(load, path))
+    forget(path)
+    settle()
+    return [saved, loaded, measure(partial(load, path))]
+
+
+def check_equal_size(ours: TrainGraph, theirs: ShardedTraining) -> None:
     """Both hold the same number of values on this rank, within a part in a hundred."""
     counts = [
         sum(x.to_local().numel() for x in model.parameters() if hasattr(x, "to_local"))
@@ -135,7 +144,7 @@ def check_equal_size(ours: TrainGraph, theirs: Theirs) -> None:
 
 def settle() -> None:
     """Wait until all writes have reached the disk, on all ranks, and give freed memory back to the kernel."""
-    give_back()
+    release_memory()
     dist.barrier()
     if dist.get_rank() == 0:
         os.sync()
@@ -154,13 +163,13 @@ def forget(path: Path) -> None:
 def measure(act: Callable[[], Any]) -> Cost:
     """Seconds until all are through; of the processor, both ranks together; MB at the peak beside what was held before,
     of the fullest rank."""
-    before = reset_high_water()
+    before = reset_peak_memory()
     dist.barrier()
     began, busy = time.perf_counter(), time.process_time()
     act()
-    busy = 2 * average([time.process_time() - busy])[0]
+    busy = 2 * average_over_ranks([time.process_time() - busy])[0]
     seconds = time.perf_counter() - began
-    peak = torch.tensor((high_water() - before) / 1e6)
+    peak = torch.tensor((read_peak_memory() - before) / 1e6)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return seconds, busy, float(peak)
 

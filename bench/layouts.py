@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
 from models import CASES, OPTIMIZERS, bert, gpt2, t5, vit
-from parity import BATCH, Trained, TrainGraph, plain
+from parity import BATCH, Trained, TrainGraph
 from torch import nn
 
 import graphzero as gz
@@ -40,78 +41,71 @@ class Split:
     units: str = ""
 
 
-def column(*layers: str, units: str = "", sections: int = 1) -> list[Split]:
+def colwise(*layers: str, units: str = "", sections: int = 1) -> list[Split]:
     """Outputs of an ``nn.Linear`` or a convolution, [out, in], and what is as long: its bias, a batch norm."""
     return [Split(f"*{layer}{end}", S(0, sections), units) for layer in layers for end in (".*", "_weight", "_bias")]
 
 
-def row(*layers: str, units: str = "") -> list[Split]:
+def rowwise(*layers: str, units: str = "") -> list[Split]:
     """Inputs of an ``nn.Linear`` or a convolution; the bias stays whole."""
     return [Split(f"*{layer}.weight", S(1), units) for layer in layers]
 
 
 HEADS, GROUPS = "config.num_attention_heads", "config.num_key_value_heads"
 ATTENTION = [
-    *column("self_attn.q_proj", units=HEADS), *column("self_attn.k_proj", "self_attn.v_proj", units=GROUPS),
-    *row("self_attn.o_proj", units=HEADS),
+    *colwise("self_attn.q_proj", units=HEADS), *colwise("self_attn.k_proj", "self_attn.v_proj", units=GROUPS),
+    *rowwise("self_attn.o_proj", units=HEADS),
 ]  # fmt: skip
 
 
-def recurrent(gates: int) -> list[Split]:
+def split_gates(gates: int) -> list[Split]:
     names = ("weight_ih_l*", "weight_hh_l*", "bias_ih_l*", "bias_hh_l*")
-    return [*(Split(f"*.recurrent.{name}", S(0, gates)) for name in names), *row("head")]
+    return [*(Split(f"*.recurrent.{name}", S(0, gates)) for name in names), *rowwise("head")]
 
 
 PLANS: dict[str, list[Split]] = {
-    "mlp": [*column("body.0"), *row("body.2")],
-    "convnet": [*column("body.0", "body.1"), *row("body.3")],
+    "mlp": [*colwise("body.0"), *rowwise("body.2")],
+    "convnet": [*colwise("body.0", "body.1"), *rowwise("body.3")],
     "gpt2": [  # its Conv1D holds [in, out]
         Split("*.attn.c_attn.weight", S(1, 3), HEADS), Split("*.attn.c_attn.bias", S(0, 3), HEADS),
         Split("*.attn.c_proj.weight", S(0), HEADS),
         Split("*.mlp.c_fc.weight", S(1)), Split("*.mlp.c_fc.bias", S(0)), Split("*.mlp.c_proj.weight", S(0)),
     ],
-    "llama": [*ATTENTION, *column("gate_proj", "up_proj"), *row("down_proj")],
+    "llama": [*ATTENTION, *colwise("gate_proj", "up_proj"), *rowwise("down_proj")],
     "qwen3moe": [*ATTENTION, Split("*.experts.gate_up_proj", S(1, 2)), Split("*.experts.down_proj", S(2))],
-    "lstm": recurrent(4),
-    "gru": recurrent(3),
+    "lstm": split_gates(4),
+    "gru": split_gates(3),
     "encoder": [
-        *column("self_attn.in_proj", units="encoder.layers.0.self_attn.num_heads", sections=3),
-        *row("self_attn.out_proj", units="encoder.layers.0.self_attn.num_heads"),
-        *column("linear1"), *row("linear2"),
+        *colwise("self_attn.in_proj", units="encoder.layers.0.self_attn.num_heads", sections=3),
+        *rowwise("self_attn.out_proj", units="encoder.layers.0.self_attn.num_heads"),
+        *colwise("linear1"), *rowwise("linear2"),
     ],
     "bert": [
-        *column("self.query", "self.key", "self.value", units=HEADS), *row("attention.output.dense", units=HEADS),
-        *column("intermediate.dense"), *row("layer.*.output.dense"),
+        *colwise("self.query", "self.key", "self.value", units=HEADS), *rowwise("attention.output.dense", units=HEADS),
+        *colwise("intermediate.dense"), *rowwise("layer.*.output.dense"),
     ],
     "vit": [
-        *column("attention.q_proj", "attention.k_proj", "attention.v_proj", units=HEADS),
-        *row("attention.o_proj", units=HEADS), *column("fc1"), *row("fc2"),
+        *colwise("attention.q_proj", "attention.k_proj", "attention.v_proj", units=HEADS),
+        *rowwise("attention.o_proj", units=HEADS), *colwise("fc1"), *rowwise("fc2"),
     ],
     "t5": [
-        *column("Attention.q", "Attention.k", "Attention.v", units="config.num_heads"),
-        *row("Attention.o", "relative_attention_bias", units="config.num_heads"), *column("wi"), *row("wo"),
+        *colwise("Attention.q", "Attention.k", "Attention.v", units="config.num_heads"),
+        *rowwise("Attention.o", "relative_attention_bias", units="config.num_heads"), *colwise("wi"), *rowwise("wo"),
     ],
 }  # fmt: skip
-MEGATRON = [*PLANS["llama"], *column("embed_tokens", "lm_head")]  # also along the vocabulary
+MEGATRON = [*PLANS["llama"], *colwise("embed_tokens", "lm_head")]  # also along the vocabulary
 
 
 def parallelise(model: nn.Module, plan: list[Split], placement: Placement, axis: str = "tp") -> list[str]:
     """Split ``model`` as ``plan`` says over ``axis``, in place; the names of what is split."""
-    at = placement.names.index(axis)
-    ranks, wanted = placement.hierarchy[at], {}
+    network: Any = getattr(model, "body", None) or model.inner
+    ranks, sbps = placement.hierarchy[placement.names.index(axis)], {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         split = next((s for s in plan if tensor.dim() and fnmatchcase(name, s.pattern)), None)
-        if split is not None and not (split.units and _number(model, split.units) % ranks):
-            wanted[name] = tuple(split.sbp if i == at else B for i in range(len(placement.names)))
-    gz.to_global(model, placement, wanted)
-    return list(wanted)
-
-
-def _number(model: nn.Module, name: str) -> int:
-    found: Any = getattr(model, "body", None) or model.inner
-    for part in name.split("."):
-        found = found[int(part)] if part.isdigit() else getattr(found, part)
-    return int(found)
+        if split is not None and not (split.units and attrgetter(split.units)(network) % ranks):
+            sbps[name] = tuple(split.sbp if other == axis else B for other in placement.names)
+    gz.to_global(model, placement, sbps)
+    return list(sbps)
 
 
 # ---- layouts
@@ -161,13 +155,25 @@ LAYOUTS = {
 
 
 @cache
-def reference(
-    model: str, optimizer: str = "adamw", dtype: torch.dtype = torch.float64, steps: int = STEPS
-) -> Trained:  # fmt: skip
-    return plain(model, optimizer, dtype, steps)
+def train_eagerly(
+    name: str, optimizer_name: str = "adamw", dtype: torch.dtype = torch.float64, steps: int = STEPS
+) -> Trained:
+    """Plain PyTorch on the whole batch."""
+    model = CASES[name].model(dtype)
+    optimizer, schedule = OPTIMIZERS[optimizer_name](model.parameters(), steps)
+    losses = []
+    for step in range(steps):
+        loss = model(*CASES[name].batch(step, BATCH, dtype))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        losses.append(loss.item())
+    return Trained(losses, {name: x.detach().clone() for name, x in model.state_dict().items()})
 
 
-def graph_of(
+def build_graph(
     model: str, layout: Layout, stage: int, virtual: bool = True, optimizer: str = "adamw",
     dtype: torch.dtype = torch.float64, steps: int = STEPS,
 ) -> TrainGraph:  # fmt: skip
@@ -185,7 +191,7 @@ def set_stage(graph: TrainGraph, layout: Layout, stage: int) -> None:
     graph.config.enable_zero(stage > 0, stage=stage or 2, axis=layout.axis)
 
 
-def train(
+def train_graph(
     graph: TrainGraph, model: str, parts: int = 1, part: int = 0, through: Layout | None = None,
     dtype: torch.dtype = torch.float64, steps: int = STEPS,
 ) -> Trained:  # fmt: skip

@@ -54,31 +54,33 @@ class WithLoss(nn.Module):
         return F.cross_entropy(scores.flatten(0, -2), y.flatten())
 
 
+VOCABULARY, WIDTH, CONTEXT = 96, 16, 16
+
+
 class Tagger(nn.Module):
     """A recurrent network over embedded tokens, with a class for every token."""
 
-    def __init__(self, kind: Callable[..., nn.RNNBase], vocabulary: int = 96, width: int = 16):
+    def __init__(self, layer_class: Callable[..., nn.RNNBase]):
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.recurrent = kind(width, width, num_layers=2, batch_first=True)
-        self.head = nn.Linear(width, vocabulary)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.recurrent = layer_class(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
-        hidden: Tensor = self.recurrent(self.embedding(ids))[0]
-        scores: Tensor = self.head(hidden)
+        scores: Tensor = self.head(self.recurrent(self.embedding(ids))[0])
         return scores
 
 
 class Checkpointed(nn.Module):
     """An ``nn.TransformerEncoder`` whose layers are run again in backward."""
 
-    def __init__(self, layers: int = 2, width: int = 16, vocabulary: int = 96, context: int = 16):
+    def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.positions = nn.Parameter(0.02 * torch.randn(context, width))
-        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, vocabulary)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.embedding(ids) + self.positions
@@ -88,28 +90,27 @@ class Checkpointed(nn.Module):
         return scores
 
 
-class Routed(WithLoss):
-    """A mixture of experts of the transformers package.
+def allow_split_groups() -> None:
+    """Declare how transformers' own product of groups may be split: torch's takes no float64, this one stands in."""
+    import transformers.integrations.moe  # noqa: F401, which registers the ops
 
-    torch's own product of groups takes no float64; there the package's own op stands in, for plain PyTorch too.
-    """
+    ops = torch.ops.transformers
+    gz.sbp.rule(ops.grouped_mm_fallback.default, "_k,_kn,~_->_n")
+    gz.sbp.rule(ops.grouped_mm_fallback_backward.default, "~_k,~_kn,~_,_n->_k:123,_kn:023")
+
+
+class Routed(WithLoss):
+    """A mixture of experts of the transformers package; in float64 it has the package's own product, eagerly too."""
 
     def __init__(self, body: nn.Module):
         super().__init__(body)
-        from transformers.integrations import moe
-
-        forward, backward = (
-            torch.ops.transformers.grouped_mm_fallback,
-            torch.ops.transformers.grouped_mm_fallback_backward,
-        )
-        gz.sbp.rule(forward.default, "_k,_kn,~_->_n")
-        gz.sbp.rule(backward.default, "~_k,~_kn,~_,_n->_k:123,_kn:023")
-        self.package = moe
+        allow_split_groups()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        kernel = self.package._can_use_grouped_mm
-        has_kernel = next(self.parameters()).dtype != torch.float64
-        with patch.object(self.package, "_can_use_grouped_mm", lambda *args: has_kernel and kernel(*args)):
+        from transformers.integrations import moe
+
+        kernel, is_wide = moe._can_use_grouped_mm, next(self.parameters()).dtype == torch.float64
+        with patch.object(moe, "_can_use_grouped_mm", lambda *args: not is_wide and kernel(*args)):
             return super().forward(x, y)
 
 
@@ -141,130 +142,87 @@ def convnet(channels: int = 8) -> nn.Module:
     return WithLoss(nn.Sequential(*layers, nn.Linear(2 * channels, 10)))
 
 
-def gpt2(layers: int = 2, width: int = 32, heads: int = 2, vocabulary: int = 96, context: int = 16) -> nn.Module:
-    """GPT-2 of the transformers package; the head is tied to the token embedding."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+def build_transformer(name: str, wrapper: Callable[[nn.Module], nn.Module] = WithLoss, **options: Any) -> nn.Module:
+    """A model of the transformers package with a loss.  options: of its configuration."""
+    import transformers
 
-    return WithLoss(
-        GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=vocabulary, n_positions=context, n_embd=width, n_layer=layers, n_head=heads, use_cache=False,
-                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-            )
-        )
+    model_class = getattr(transformers, name)
+    return wrapper(model_class(model_class.config_class(**options)))
+
+
+def gpt2(layers: int = 2, width: int = 32, heads: int = 2, vocabulary: int = 96, context: int = 16) -> nn.Module:
+    """GPT-2; the head is tied to the token embedding."""
+    return build_transformer(
+        "GPT2LMHeadModel", vocab_size=vocabulary, n_positions=context, n_embd=width, n_layer=layers, n_head=heads,
+        use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
 
 
 def llama(layers: int = 2, width: int = 32, heads: int = 4, vocabulary: int = 96, context: int = 16) -> nn.Module:
-    """Llama of the transformers package, with grouped queries."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return WithLoss(
-        LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
-                num_attention_heads=heads, num_key_value_heads=heads // 2, max_position_embeddings=context,
-                use_cache=False, attention_dropout=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=None,
-            )
-        )
+    """Llama, with grouped queries."""
+    return build_transformer(
+        "LlamaForCausalLM", vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads // 2,
+        max_position_embeddings=context, use_cache=False, bos_token_id=0, eos_token_id=0, pad_token_id=None,
     )  # fmt: skip
 
 
 def published_llama(layers: int) -> nn.Module:
-    """Llama 7B with so many layers on the meta device, without a loss."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(num_hidden_layers=layers, use_cache=False, bos_token_id=0, eos_token_id=0)
+    """Llama 7B with so many layers on the meta device."""
     with torch.device("meta"):
-        return LlamaForCausalLM(config)
-
-
-def qwen3moe(
-    layers: int = 1, width: int = 32, heads: int = 4, vocabulary: int = 96, context: int = 16, experts: int = 4
-) -> nn.Module:
-    """Qwen3 of the transformers package with a mixture of experts in place of its MLP; two experts see a token."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    return Routed(
-        Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(
-                vocab_size=vocabulary, hidden_size=width, moe_intermediate_size=width, num_hidden_layers=layers,
-                num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=width // heads, num_experts=experts,
-                num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=context, use_cache=False,
-                attention_dropout=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=None,
-            )
+        return build_transformer(
+            "LlamaForCausalLM", num_hidden_layers=layers, use_cache=False, bos_token_id=0, eos_token_id=0
         )
+
+
+def qwen3moe() -> nn.Module:
+    """Qwen3 with a mixture of experts in place of its MLP; two of four experts see a token."""
+    return build_transformer(
+        "Qwen3MoeForCausalLM", Routed, vocab_size=96, hidden_size=32, moe_intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        norm_topk_prob=True, max_position_embeddings=16, use_cache=False, bos_token_id=0, eos_token_id=0,
+        pad_token_id=None,
     )  # fmt: skip
 
 
-def lstm() -> nn.Module:
-    return WithLoss(Tagger(nn.LSTM))
-
-
-def gru() -> nn.Module:
-    return WithLoss(Tagger(nn.GRU))
-
-
-def encoder() -> nn.Module:
-    return WithLoss(Checkpointed())
-
-
-def bert(layers: int = 2, width: int = 32, heads: int = 2, vocabulary: int = 96, context: int = 16) -> nn.Module:
-    """BERT of the transformers package with its head for masked tokens, which is tied to the embedding."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    return WithLoss(
-        BertForMaskedLM(
-            BertConfig(
-                vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-                intermediate_size=2 * width, max_position_embeddings=context,
-                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-            )
-        )
+def bert(heads: int = 2) -> nn.Module:
+    """BERT with its head for masked tokens, which is tied to the embedding."""
+    return build_transformer(
+        "BertForMaskedLM", vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=heads,
+        intermediate_size=64, max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
 
 
-def vit(layers: int = 2, width: int = 32, heads: int = 2) -> nn.Module:
-    """A vision transformer of the transformers package, on images of 8 x 8."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return WithLoss(
-        ViTForImageClassification(
-            ViTConfig(
-                image_size=8, patch_size=4, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-                intermediate_size=2 * width, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-            )
-        )
+def vit(heads: int = 2) -> nn.Module:
+    """A vision transformer on images of 8 x 8."""
+    return build_transformer(
+        "ViTForImageClassification", image_size=8, patch_size=4, hidden_size=32, num_hidden_layers=2,
+        num_attention_heads=heads, intermediate_size=64, num_labels=10, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )  # fmt: skip
 
 
-def t5(layers: int = 1, width: int = 32, heads: int = 2, vocabulary: int = 96) -> nn.Module:
-    """T5 of the transformers package: relative positions, encoder and decoder, one tied embedding."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return WithOwnLoss(
-        T5ForConditionalGeneration(
-            T5Config(
-                vocab_size=vocabulary, d_model=width, d_kv=width // heads, d_ff=2 * width, num_layers=layers,
-                num_heads=heads, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0,
-            )
-        )
+def t5(heads: int = 2) -> nn.Module:
+    """T5: relative positions, encoder and decoder, one tied embedding."""
+    return build_transformer(
+        "T5ForConditionalGeneration", WithOwnLoss, vocab_size=96, d_model=32, d_kv=32 // heads, d_ff=64, num_layers=1,
+        num_heads=heads, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0,
     )  # fmt: skip
 
 
-def vectors(step: int, size: int, dtype: torch.dtype) -> Batch:
+def draw_vectors(step: int, size: int, dtype: torch.dtype) -> Batch:
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(size, 32, generator=generator, dtype=torch.float64)
     return x.to(dtype), torch.randint(10, (size,), generator=generator)
 
 
-def images(step: int, size: int, dtype: torch.dtype, side: int = 8, classes: int = 10) -> Batch:
+def draw_images(step: int, size: int, dtype: torch.dtype, side: int = 8, classes: int = 10) -> Batch:
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(size, 3, side, side, generator=generator, dtype=torch.float64)
     return x.to(dtype), torch.randint(classes, (size,), generator=generator)
 
 
-def tokens(step: int, size: int, dtype: torch.dtype, vocabulary: int = 96, context: int = 16) -> Batch:
+def draw_tokens(step: int, size: int, dtype: torch.dtype, vocabulary: int = 96, context: int = 16) -> Batch:
     del dtype
     ids = torch.randint(vocabulary, (size, context + 1), generator=torch.Generator().manual_seed(step))
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -273,17 +231,17 @@ def tokens(step: int, size: int, dtype: torch.dtype, vocabulary: int = 96, conte
 CASES = {
     case.name: case
     for case in (
-        Case("mlp", mlp, vectors),
-        Case("convnet", convnet, images),
-        Case("gpt2", gpt2, tokens),
-        Case("llama", llama, tokens),
-        Case("qwen3moe", qwen3moe, tokens),
-        Case("lstm", lstm, partial(tokens, context=6)),
-        Case("gru", gru, partial(tokens, context=6)),
-        Case("encoder", encoder, tokens),
-        Case("bert", bert, tokens),
-        Case("vit", vit, images),
-        Case("t5", t5, tokens),
+        Case("mlp", mlp, draw_vectors),
+        Case("convnet", convnet, draw_images),
+        Case("gpt2", gpt2, draw_tokens),
+        Case("llama", llama, draw_tokens),
+        Case("qwen3moe", qwen3moe, draw_tokens),
+        Case("lstm", lambda: WithLoss(Tagger(nn.LSTM)), partial(draw_tokens, context=6)),
+        Case("gru", lambda: WithLoss(Tagger(nn.GRU)), partial(draw_tokens, context=6)),
+        Case("encoder", lambda: WithLoss(Checkpointed()), draw_tokens),
+        Case("bert", bert, draw_tokens),
+        Case("vit", vit, draw_images),
+        Case("t5", t5, draw_tokens),
     )
 }
 

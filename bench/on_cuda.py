@@ -22,10 +22,8 @@ CUDA graph's pool keeps, and fragments, are in it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -33,8 +31,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from _run import in_fresh_process, markdown
+from _run import command_parser, format_table, run_in_fresh_process
 from parity import TrainGraph
+from systems import build_loop
 from torch import Tensor
 from workloads import GPT, Shape
 
@@ -85,22 +84,11 @@ def peer_step(
 ) -> tuple[Step, Callable[[], int | None]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, capturable=in_cuda_graph)
     forward = torch.compile(model, mode=mode) if mode else model
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        total = torch.zeros((), device=x.device)
-        for some, wanted in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
-                loss = forward(some, wanted) / parts
-            loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-        return total
-
-    return Captured(step) if in_cuda_graph else step, lambda: None
+    step = build_loop(forward, optimizer, parts, torch.bfloat16 if amp else None)
+    return CapturedStep(step) if in_cuda_graph else step, lambda: None
 
 
-class Captured:
+class CapturedStep:
     """A step that is captured in its third call, and replayed from then on."""
 
     def __init__(self, step: Step) -> None:
@@ -127,19 +115,19 @@ class Captured:
         return self.loss.clone()
 
 
-def kernels(step: Callable[[], Any], most: int, steps: int = 5) -> list[str]:
+def list_kernels(step: Callable[[], Any], most: int, steps: int = 5) -> list[str]:
     """The kernels of the GPU that take most of a step: microseconds a step, calls a step, name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    found = [entry for entry in profile.key_averages() if entry.self_device_time_total]
-    found.sort(key=lambda entry: -entry.self_device_time_total)
-    total = sum(entry.self_device_time_total for entry in found) / steps
-    lines = [f"{total:9.0f} us in all, {sum(entry.count for entry in found) / steps:.0f} kernels"]
-    return lines + [
-        f"{x.self_device_time_total / steps:9.1f} {x.count / steps:6.1f}  {x.key[:110]}" for x in found[:most]
+    entries = [
+        (entry.self_device_time_total / steps, entry.count / steps, entry.key) for entry in profile.key_averages()
     ]
+    entries = sorted((entry for entry in entries if entry[0]), reverse=True)
+    total, count = (sum(entry[i] for entry in entries) for i in (0, 1))
+    lines = [f"{time:9.1f} {calls:6.1f}  {name[:110]}" for time, calls, name in entries[:most]]
+    return [f"{total:9.0f} us in all, {count:.0f} kernels", *lines]
 
 
 def measure(
@@ -172,44 +160,44 @@ def measure(
         event.record()
     torch.cuda.synchronize()
     times = [one.elapsed_time(other) for one, other in zip(events, events[1:], strict=False)]
-    found = {"ms": statistics.median(times), "planned": planned(), "loss": float(loss)}
-    found |= {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    found["requested"] = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    figures = {"ms": statistics.median(times), "planned": planned(), "loss": float(loss)}
+    figures |= {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    figures["requested"] = torch.cuda.memory_stats()["requested_bytes.all.peak"]
     if in_cuda_graph and system in OURS:
-        found["how"] = next(line for line in repr(step).splitlines() if line.startswith("CUDA graph"))
+        figures["how"] = next(line for line in repr(step).splitlines() if line.startswith("CUDA graph"))
     if listed:
-        found["kernels"] = kernels(lambda: step(x, y), listed)
-    return found
+        figures["kernels"] = list_kernels(lambda: step(x, y), listed)
+    return figures
 
 
 HEAD = ["system", "ms a step", "ratio", "tokens/s", "planned", "peak", "requested", "reserved", "loss"]
 
 
-def row(label: str, found: dict[str, Any], base: float | None, tokens: int) -> list[str]:
+def format_row(label: str, figures: dict[str, Any], base: float | None, tokens: int) -> list[str]:
     """A line of the table.  base: milliseconds of what it is compared with."""
-    if "failed" in found:
-        return [label, found["failed"], *[""] * (len(HEAD) - 2)]
-    ratio = "" if not base else f"{found['ms'] / base:.3f}"
-    memory = [found[name] for name in HEAD[4:8]]
+    if "failed" in figures:
+        return [label, figures["failed"], *[""] * (len(HEAD) - 2)]
+    ratio = "" if not base else f"{figures['ms'] / base:.3f}"
+    memory = [figures[name] for name in HEAD[4:8]]
     cells = ["" if nbytes is None else f"{nbytes / 1e9:.3f} GB" for nbytes in memory]
-    speed = f"{tokens / found['ms'] * 1e3:,.0f}" if found["ms"] else ""
-    return [label, f"{found['ms']:.2f}", ratio, speed, *cells, f"{found['loss']:.4f}"]
+    speed = f"{tokens / figures['ms'] * 1e3:,.0f}" if figures["ms"] else ""
+    return [label, f"{figures['ms']:.2f}", ratio, speed, *cells, f"{figures['loss']:.4f}"]
 
 
-def run(words: list[Any], seconds: float) -> dict[str, Any]:
+def measure_row(seconds: float, *how: Any) -> dict[str, Any]:
     """One row's figures, or why there are none."""
     try:
-        found: dict[str, Any] = in_fresh_process("on_cuda.py", *words, seconds=seconds)
-        return found
-    except subprocess.TimeoutExpired:
+        figures: dict[str, Any] = run_in_fresh_process(measure, *how, seconds=seconds)
+        return figures
+    except TimeoutError:
         return {"failed": f"took over {seconds:.0f} s"}
-    except (RuntimeError, ValueError, IndexError) as error:
+    except Exception as error:  # of any kind in that process, or its end
         print(error, file=sys.stderr, flush=True)
         return {"failed": (str(error).strip().splitlines() or [type(error).__name__])[-1][:120]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--size", choices=GPT2, default="124M")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
     parser.add_argument("--vocabulary", type=int, default=50257, help="50304 is a multiple of 128")
@@ -221,28 +209,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200.0, help="that one row may take")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no row begins")
     parser.add_argument("--kernels", type=int, default=0, help="how many of the costliest kernels to list per system")
-    parser.add_argument("--only", choices=SYSTEMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit(f"bench/on_cuda.py needs a GPU; torch {torch.__version__} finds none. On the CPU: bench/peers.py")
     sizes = {"vocabulary": options.vocabulary, "batch": options.batch, "context": options.context}
     shape = replace(GPT2[options.size], **sizes)
-    if options.only:
-        found = measure(
-            options.only, options.dtypes[0], shape, options.steps, listed=options.kernels, parts=options.micro_batches
-        )
-        print(json.dumps(found))
-        return
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     parts = f" in {options.micro_batches} micro-batches" if options.micro_batches > 1 else ""
     size = f"{shape.batch} x {shape.context} tokens{parts}"
-    title = f"GPT-2 {options.size}, vocabulary {shape.vocabulary}, {size}, {where}"
-    print(title, flush=True)
-    rows = table(options, shape)
-    print(f"\n{markdown(HEAD, rows)}")
+    print(f"GPT-2 {options.size}, vocabulary {shape.vocabulary}, {size}, {where}", flush=True)
+    print(f"\n{format_table(HEAD, measure_rows(options, shape))}")
 
 
-def table(options: argparse.Namespace, shape: Shape) -> list[list[str]]:
+def measure_rows(options: Any, shape: Shape) -> list[list[str]]:
     """Run all rows, telling of each as it is there."""
     end, rows = time.monotonic() + 60 * options.minutes, []
     for dtype in options.dtypes:
@@ -251,16 +230,13 @@ def table(options: argparse.Namespace, shape: Shape) -> list[list[str]]:
             left = end - time.monotonic()
             if left <= 0:
                 continue
-            sizes = ["--batch", shape.batch, "--context", shape.context, "--steps", options.steps]
-            sizes += ["--vocabulary", shape.vocabulary, "--kernels", options.kernels]
-            sizes += ["--micro-batches", options.micro_batches]
-            words = ["--only", system, "--size", options.size, "--dtypes", dtype, *sizes]
-            found = run(words, min(options.seconds, left))
-            base = found.get("ms") if system == BASE else base
+            how = system, dtype, shape, options.steps, "cuda", options.kernels, options.micro_batches
+            figures = measure_row(min(options.seconds, left), *how)
+            base = figures.get("ms") if system == BASE else base
             label = f"{system}, {dtype}"
-            lines = found.pop("kernels", [])
-            print("\n".join([json.dumps({"row": label, **found}), *lines]), flush=True)
-            rows.append(row(label, found, base, shape.batch * shape.context))
+            lines = figures.pop("kernels", [])
+            print("\n".join([json.dumps({"row": label, **figures}), *lines]), flush=True)
+            rows.append(format_row(label, figures, base, shape.batch * shape.context))
     return rows
 
 

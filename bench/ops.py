@@ -12,7 +12,6 @@ With ``--models`` the steps are those of models, forward, backward and AdamW in 
 
 from __future__ import annotations
 
-import argparse
 import time
 import warnings
 from collections import Counter
@@ -22,8 +21,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from _run import markdown, options_of
-from layouts import BATCH, CASES, LAYOUTS, MODELS, graph_of
+from _run import command_parser, format_table, parse_options
+from layouts import BATCH, CASES, LAYOUTS, MODELS, build_graph
 from torch import Tensor, fx, nn
 from torch.testing._internal import common_utils
 from torch.testing._internal.common_utils import set_rng_seed
@@ -277,7 +276,7 @@ def report(what: str, tallies: dict[str, Tally]) -> str:
         for name, t in tallies.items()
     ]  # fmt: skip
     whole = [f"{name}: whole {', '.join(sorted(t.whole))}; no rule {', '.join(t.bare)}" for name, t in tallies.items()]
-    return "\n\n".join([markdown(head, rows), *whole, *(line for t in tallies.values() for line in t.wrong)])
+    return "\n\n".join([format_table(head, rows), *whole, *(line for t in tallies.values() for line in t.wrong)])
 
 
 # ---- whole training steps
@@ -285,7 +284,7 @@ def report(what: str, tallies: dict[str, Tally]) -> str:
 
 def model_calls(model: str) -> Iterator[AtenCall]:
     """Every call of an op in the model's first step, with its values."""
-    graph = graph_of(model, LAYOUTS["dp4"], 0)
+    graph = build_graph(model, LAYOUTS["dp4"], 0)
     with graph.prepared_call(f"the ops of {model}", CASES[model].batch(0, BATCH, torch.float64), {}) as prepared:
         captured = prepared.program.history[0].before
         values = walk(captured, start_of(prepared, False).values, CPU)
@@ -313,12 +312,12 @@ def model_tally(model: str) -> Tally:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--dtypes", nargs="+", default=[str(d).removeprefix("torch.") for d in DTYPES])
     parser.add_argument("--every", type=int, default=1, help="take every n-th operator")
     parser.add_argument("--most", type=int, default=1, help="samples of one operator and dtype")
     parser.add_argument("--models", nargs="*", metavar="MODEL", help=f"training steps of these instead, of {MODELS}")
-    options = options_of(parser)
+    options = parse_options(parser)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     started = time.perf_counter()

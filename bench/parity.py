@@ -1,13 +1,11 @@
-"""A Graph that trains any benchmark model, plain PyTorch on the whole batch, and how far apart two trainings are."""
+"""A Graph that trains any benchmark model, and how far apart two trainings are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from models import CASES, OPTIMIZERS
 from torch import Tensor, nn
 
 import graphzero as gz
@@ -69,35 +67,24 @@ class TrainGraph(gz.Graph):
         return loss
 
 
-def plain(model_name: str, optimizer_name: str, dtype: torch.dtype, steps: int = STEPS) -> Trained:
-    case = CASES[model_name]
-    model = case.model(dtype)
-    optimizer, schedule = OPTIMIZERS[optimizer_name](model.parameters(), steps)
-    losses = []
-    for step in range(steps):
-        loss = model(*case.batch(step, BATCH, dtype))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if schedule is not None:
-            schedule.step()
-        losses.append(loss.item())
-    return Trained(losses, {name: x.detach().clone() for name, x in model.state_dict().items()})
-
-
-def difference(found: Trained, wanted: Trained) -> Difference:
+def compare_trainings(trained: Trained, expected: Trained) -> Difference:
     """Raises ValueError where names or shapes are not the same."""
-    if found.tensors.keys() != wanted.tensors.keys():
-        raise ValueError(f"other names: {sorted(found.tensors.keys() ^ wanted.tensors.keys())}")
-    losses = [abs(a - b) / abs(b) for a, b in zip(found.losses, wanted.losses, strict=True)]
-    return Difference(max(losses), _largest(found.tensors, wanted.tensors))
+    if trained.tensors.keys() != expected.tensors.keys():
+        raise ValueError(f"other names: {sorted(trained.tensors.keys() ^ expected.tensors.keys())}")
+    losses = [abs(a - b) / abs(b) for a, b in zip(trained.losses, expected.losses, strict=True)]
+    tensors = [largest_difference(trained.tensors[name], x) for name, x in expected.tensors.items()]
+    return Difference(max(losses), max(tensors))
 
 
-def _largest(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    return max((found[name].double() - wanted[name].double()).abs().max().item() for name in wanted)
+def largest_difference(x: Tensor, expected: Tensor) -> float:
+    """Of two elements at one place; 0 where both are NaN or the same infinity, infinite where one of them is NaN."""
+    x, expected = x.to(torch.complex128), expected.to(torch.complex128)
+    is_same = (x == expected) | (x.isnan() & expected.isnan())
+    differences = torch.where(is_same, 0.0, (x - expected).abs()).nan_to_num(nan=float("inf"))
+    return float(differences.max()) if differences.numel() else 0.0
 
 
-def same_bits(first: Trained, second: Trained) -> bool:
+def have_same_bits(first: Trained, second: Trained) -> bool:
     return first.losses == second.losses and all(
         torch.equal(x, second.tensors[name]) for name, x in first.tensors.items()
     )

@@ -31,27 +31,35 @@ at once, so that the mark is of memory in use.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import split_systems
 import systems
 import torch
 import torch.distributed as dist
 import workloads
-from _run import average, high_water, markdown, on_gloo, options_of, reset_high_water
+from _run import (
+    average_over_ranks,
+    command_parser,
+    format_table,
+    parse_options,
+    read_peak_memory,
+    reset_peak_memory,
+    run_on_gloo,
+)  # fmt: skip
 from systems import System
 from workloads import Workload
 
-BATCHES = 8
+BATCHES, QUARTILES = 8, (0.25, 0.5, 0.75)
 # bytes from which glibc gives freed memory back at once; it reads them when a process starts
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
@@ -68,21 +76,20 @@ class Subject:
     bases: Sequence[str]
 
     def system(self, name: str) -> System:
-        (system,) = (s for s in self.systems if s.name == name)
-        return system
+        return {system.name: system for system in self.systems}[name]
 
-    def chosen(self, names: Sequence[str] | None, also: Sequence[str] = ()) -> list[System]:
+    def choose_systems(self, names: Sequence[str] | None, also: Sequence[str] = ()) -> list[System]:
         """The systems of these names, all kinds where a name says none; without names all that are not special.
 
         also: names of more.
         """
 
-        def is_named(system: System, names: Sequence[str]) -> bool:
-            return any(system.name == n or system.name.startswith(f"{n},") for n in names)
+        def is_chosen(system: System) -> bool:
+            named = [*(names or ()), *also]
+            is_usual = names is None and not system.special
+            return is_usual or any(system.name == name or system.name.startswith(f"{name},") for name in named)
 
-        return [
-            s for s in self.systems if (not s.special if names is None else is_named(s, names)) or is_named(s, also)
-        ]
+        return list(filter(is_chosen, self.systems))
 
 
 SUBJECTS = {
@@ -94,13 +101,16 @@ SUBJECTS = {
 }
 
 
-def base_of(name: str, base: str, measured: Mapping[str, Any]) -> Any:
-    """What was measured of the system that ``name`` is compared with; None where there is none."""
-    kind = name.partition(", ")[2]
-    return measured.get(base) or measured.get(f"{base}, {kind}")
+def find_bases(measured: Mapping[str, Any], bases: Sequence[str]) -> dict[str, list[Any]]:
+    """By base, what was measured of it for each system, or None; without bases that no system is compared with."""
+    columns: dict[str, list[Any]] = {}
+    for base in bases:
+        kinds = [name.partition(", ")[2] for name in measured]
+        columns[base] = [measured.get(base) or measured.get(f"{base}, {kind}") for kind in kinds]
+    return {base: column for base, column in columns.items() if any(column)}
 
 
-def whole_loss(loss: torch.Tensor | None) -> float:
+def gather_loss(loss: torch.Tensor | None) -> float:
     """The loss of the whole batch: a Graph returns it, others that of the rank's part or, on some ranks, nothing."""
     losses: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(losses, None if loss is None else loss.item())
@@ -111,90 +121,74 @@ def whole_loss(loss: torch.Tensor | None) -> float:
 
 
 @dataclass(frozen=True)
-class Timed:
+class StepTimes:
     """Seconds of a system's counted steps by round, the processor's alike, and the losses of all its steps."""
 
     rounds: list[list[float]]
     cpu: list[list[float]]
     losses: list[float]
 
-    @property
-    def median(self) -> float:
-        return statistics.median(second for one in self.rounds for second in one)
+    def milliseconds(self) -> tuple[float, float, float]:
+        """Of the fastest step, the median step, and the median step on the processor."""
+        steps, cpu = list(chain(*self.rounds)), list(chain(*self.cpu))
+        return min(steps) * 1e3, statistics.median(steps) * 1e3, statistics.median(cpu) * 1e3
 
-    @property
-    def fastest(self) -> float:
-        return min(map(min, self.rounds))
-
-    @property
-    def median_cpu(self) -> float:
-        return statistics.median(second for one in self.cpu for second in one)
-
-    def to(self, base: Timed) -> tuple[float, float, float]:
+    def ratio_to(self, base: StepTimes) -> tuple[float, float, float]:
         """Lower quartile, median and upper quartile of the ratio to a base: round by round, of the rounds' medians."""
-        ratios = _ratios(self.rounds, base.rounds)
-        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        low, middle, high = np.quantile(divide_medians(self.rounds, base.rounds), QUARTILES, method="weibull")
         return low, middle, high
 
-    def cpu_to(self, base: Timed) -> float:
+    def cpu_ratio_to(self, base: StepTimes) -> float:
         """The median of that ratio for the processor's seconds."""
-        return statistics.median(_ratios(self.cpu, base.cpu))
+        return statistics.median(divide_medians(self.cpu, base.cpu))
 
-    def apart_from(self, base: Timed) -> float:
+    def loss_difference(self, base: StepTimes) -> float:
         """The largest relative difference of a loss."""
         return max(abs(a - b) / abs(b) for a, b in zip(self.losses, base.losses, strict=True))
 
 
-def _ratios(mine: list[list[float]], its: list[list[float]]) -> list[float]:
-    return [statistics.median(a) / statistics.median(b) for a, b in zip(mine, its, strict=True)]
+def divide_medians(rounds: list[list[float]], others: list[list[float]]) -> list[float]:
+    return [statistics.median(a) / statistics.median(b) for a, b in zip(rounds, others, strict=True)]
 
 
-def time_table(times: Mapping[str, Timed], bases: Sequence[str]) -> str:
-    bases = [base for base in bases if any(base_of(name, base, times) for name in times)]
-    rows = []
-    for name, one in times.items():
-        compared = [base_of(name, base, times) for base in bases]
-        ratios = [cell for base in compared for cell in (_ratio(one, base), f"{one.cpu_to(base):.2f}" if base else "-")]
-        apart = one.apart_from(next(filter(None, compared), next(iter(times.values()))))
-        ours = [f"{seconds * 1e3:.1f}" for seconds in (one.fastest, one.median, one.median_cpu)]
-        rows.append([name, *ours, *ratios, f"{one.losses[0]:.5f}", f"{apart:.0e}"])
+def format_times(times: Mapping[str, StepTimes], names: Sequence[str]) -> str:
+    bases, rows = find_bases(times, names), []
+    first = next(iter(times.values()))
+    for (name, one), *compared in zip(times.items(), *bases.values(), strict=True):
+        row = [name, *(f"{figure:.1f}" for figure in one.milliseconds())]
+        for base in compared:
+            low, middle, high = one.ratio_to(base) if base else (0.0, 0.0, 0.0)
+            row += [f"{middle:.2f} ({low:.2f} to {high:.2f})", f"{one.cpu_ratio_to(base):.2f}"] if base else ["-", "-"]
+        off = one.loss_difference(next(filter(None, compared), first))
+        rows.append([*row, f"{one.losses[0]:.5f}", f"{off:.0e}"])
     head = [text for base in bases for text in (f"to {base} (quartiles)", f"CPU to {base}")]
-    return markdown(["", "fastest, ms", "median, ms", "CPU, ms", *head, "first loss", "losses apart"], rows)
-
-
-def _ratio(one: Timed, base: Timed | None) -> str:
-    if base is None:
-        return "-"
-    low, middle, high = one.to(base)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    return format_table(["", "fastest, ms", "median, ms", "CPU, ms", *head, "first loss", "losses apart"], rows)
 
 
 def time_systems(
     rank: int, subject: str, workload: Workload, names: Sequence[str], rounds: int, count: int
-) -> dict[str, Timed]:
+) -> dict[str, StepTimes]:
     """Every rank: alternate rounds of ``count`` steps of each system, the first of which does not count."""
     warnings.simplefilter("ignore")
     batches = [workload.part(step, rank, dist.get_world_size()) for step in range(BATCHES)]
     steps = {name: SUBJECTS[subject].system(name).begin(workload) for name in names}
-    losses = {name: [whole_loss(step(*batches[0]))] for name, step in steps.items()}  # compiles
-    seconds: dict[str, list[list[float]]] = defaultdict(list)
-    cpu: dict[str, list[list[float]]] = defaultdict(list)
+    times = {name: StepTimes([], [], [gather_loss(step(*batches[0]))]) for name, step in steps.items()}  # compiles
     for turn in range(rounds):
         first = turn * 5 % len(names)  # not always the same one before
         for name in [*names[first:], *names[:first]]:
-            seconds[name].append([])
-            cpu[name].append([])
+            seconds, cpu = list[float](), list[float]()
             for i in range(count):
                 batch = batches[(turn * count + i) % BATCHES]
                 dist.barrier()
                 used, started = time.process_time(), time.perf_counter()
                 loss = steps[name](*batch)
                 dist.barrier()
-                if i:
-                    seconds[name][-1].append(time.perf_counter() - started)
-                    cpu[name][-1].append(time.process_time() - used)
-                losses[name].append(whole_loss(loss))
-    return {name: Timed(seconds[name], average(cpu[name]), losses[name]) for name in names}
+                seconds.append(time.perf_counter() - started)
+                cpu.append(time.process_time() - used)
+                times[name].losses.append(gather_loss(loss))
+            times[name].rounds.append(seconds[1:])
+            times[name].cpu.append(cpu[1:])
+    return {name: replace(one, cpu=average_over_ranks(one.cpu)) for name, one in times.items()}
 
 
 # ---- memory
@@ -210,16 +204,14 @@ class Peak:
     later: list[int]
 
 
-def memory_table(peaks: Mapping[str, Peak], bases: Sequence[str]) -> str:
-    bases = [base for base in bases if any(base_of(name, base, peaks) for name in peaks)]
-    rows = []
-    for name, one in peaks.items():
-        compared = [base_of(name, base, peaks) for base in bases]
+def format_peaks(peaks: Mapping[str, Peak], names: Sequence[str]) -> str:
+    bases, rows = find_bases(peaks, names), []
+    for (name, one), *compared in zip(peaks.items(), *bases.values(), strict=True):
         ratios = [f"{one.later[0] / base.later[0]:.2f}" if base else "-" for base in compared]
-        mine, *others = (f"{nbytes / 1e6:.1f}" for nbytes in one.later)
-        rows.append([name, mine, *ratios, f"{one.first / 1e6:.1f}", *others])
-    others = [f"rank {rank}, MB" for rank in range(1, len(next(iter(peaks.values())).later))]
-    return markdown(["", "peak, MB", *(f"to {base}" for base in bases), "first step, MB", *others], rows)
+        own, *others = (f"{nbytes / 1e6:.1f}" for nbytes in one.later)
+        rows.append([name, own, *ratios, f"{one.first / 1e6:.1f}", *others])
+    ranks = [f"rank {rank}, MB" for rank in range(1, len(next(iter(peaks.values())).later))]
+    return format_table(["", "peak, MB", *(f"to {base}" for base in bases), "first step, MB", *ranks], rows)
 
 
 def measure_memory(rank: int, subject: str, workload: Workload, name: str) -> Peak:
@@ -228,45 +220,45 @@ def measure_memory(rank: int, subject: str, workload: Workload, name: str) -> Pe
     toy = workload.small()
     step = system.begin(toy)
     for i in range(3):
-        whole_loss(step(*toy.part(i, rank, ranks)))
+        gather_loss(step(*toy.part(i, rank, ranks)))
     del step
     batches = [workload.part(i, rank, ranks) for i in range(MEASURED_STEPS)]
     dist.barrier()
-    before = reset_high_water()
+    before = reset_peak_memory()
     step = system.begin(workload)
-    whole_loss(step(*batches[0]))
-    first = high_water() - before
-    reset_high_water()
+    gather_loss(step(*batches[0]))
+    first = read_peak_memory() - before
+    reset_peak_memory()
     for batch in batches[1:]:
-        whole_loss(step(*batch))
+        gather_loss(step(*batch))
     later: list[Any] = [None] * ranks
-    dist.all_gather_object(later, high_water() - before)
+    dist.all_gather_object(later, read_peak_memory() - before)
     return Peak(first, later)
 
 
 # ---- the command
 
 
-def print_times(subject: str, workload: Workload, names: Sequence[str], options: argparse.Namespace) -> None:
-    times = on_gloo(options.ranks, time_systems, subject, workload, names, options.rounds, options.steps)
+def print_times(subject: str, workload: Workload, names: Sequence[str], options: Any) -> None:
+    times = run_on_gloo(options.ranks, time_systems, subject, workload, names, options.rounds, options.steps)
     about = f"{options.rounds} rounds of {options.steps - 1} counted steps"
-    print(f"{workload.describe(options.ranks)}; {about}\n\n{time_table(times, SUBJECTS[subject].bases)}")
+    print(f"{workload.describe(options.ranks)}; {about}\n\n{format_times(times, SUBJECTS[subject].bases)}")
 
 
-def print_memory(subject: str, workload: Workload, names: Sequence[str], options: argparse.Namespace) -> None:
+def print_memory(subject: str, workload: Workload, names: Sequence[str], options: Any) -> None:
     os.environ.update(MALLOC)
     peaks = {}
     for name in names:
-        peaks[name] = on_gloo(options.ranks, measure_memory, subject, workload, name)
+        peaks[name] = run_on_gloo(options.ranks, measure_memory, subject, workload, name)
         print(".", end="", file=sys.stderr, flush=True)
-    print(f"{workload.describe(options.ranks)}\n\n{memory_table(peaks, SUBJECTS[subject].bases)}")
+    print(f"{workload.describe(options.ranks)}\n\n{format_peaks(peaks, SUBJECTS[subject].bases)}")
 
 
 WHAT: dict[str, Callable[..., None]] = {"time": print_times, "memory": print_memory}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("subject", choices=SUBJECTS)
     parser.add_argument("--what", choices=WHAT, default="time")
     parser.add_argument("--model", help="one of the subject's workloads, by default the first")
@@ -277,10 +269,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
     parser.add_argument("--micro-batches", type=int, help="in which a share, or a pipeline's batch, is computed")
     parser.add_argument("--precision", choices=("bfloat16", "float16"), help="data: mixed precision, in all systems")
-    options = options_of(parser)
+    options = parse_options(parser)
     subject = SUBJECTS[options.subject]
     model = options.model or next(iter(subject.workloads))
-    chosen = subject.chosen(options.systems, options.also)
+    chosen = subject.choose_systems(options.systems, options.also)
     if model not in subject.workloads or not chosen:
         names = ", ".join(repr(s.name) for s in subject.systems)
         parser.error(f"{options.subject} has the models {', '.join(subject.workloads)}, and the systems {names}")
@@ -288,8 +280,11 @@ def main() -> None:
         if system.missing:
             print(system.missing, file=sys.stderr)
     workload = subject.workloads[model]
-    workload = replace(workload, micro_batches=options.micro_batches or workload.micro_batches)
-    workload = replace(workload, precision=getattr(torch, options.precision) if options.precision else None)
+    workload = replace(
+        workload,
+        micro_batches=options.micro_batches or workload.micro_batches,
+        precision=getattr(torch, options.precision or "", None),
+    )
     WHAT[options.what](options.subject, workload, [s.name for s in chosen if not s.missing], options)
 
 

@@ -12,7 +12,6 @@ differs.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import sys
 import warnings
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _run import command_parser, parse_options
 from layouts import PLANS, parallelise
 from models import CASES, OPTIMIZERS
 from parity import TrainGraph
@@ -59,7 +59,7 @@ class Cell:
         return f"{self.model}, {self.placement}, stage {self.stage}, {self.setting}.txt"
 
 
-def cells(models: list[str]) -> Iterator[Cell]:
+def list_cells(models: list[str]) -> Iterator[Cell]:
     """Every model at every stage, and the settings that let a plan decide at stage 3 for two of them."""
     for model in models:
         for stage in STAGES:
@@ -70,7 +70,7 @@ def cells(models: list[str]) -> Iterator[Cell]:
             yield from (Cell(model, "dp", 3, setting) for setting in SETTINGS if setting not in AT_EVERY_STAGE)
 
 
-def text_of(cell: Cell) -> str:
+def describe_cell(cell: Cell) -> str:
     """Program, plan and losses."""
     case, (ranks, names) = CASES[cell.model], PLACEMENTS[cell.placement]
     model = case.model()
@@ -95,36 +95,31 @@ def set_budget(graph: gz.Graph) -> None:
     graph.config.enable_zero(stage="auto")
 
 
-def difference(before: str, after: str) -> str:
+def diff_texts(before: str, after: str) -> str:
     """The first lines of what changed; nothing where nothing did."""
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm="", n=1)
-    shown = list(lines)
-    more = [f"... and {len(shown) - SHOWN} lines more"] if len(shown) > SHOWN else []
-    return "\n".join((*shown[:SHOWN], *more))
+    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm="", n=1))
+    more = [f"... and {len(lines) - SHOWN} lines more"] if len(lines) > SHOWN else []
+    return "\n".join((*lines[:SHOWN], *more))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("folder", type=Path, help="where the texts are, or go")
     parser.add_argument("--compare", action="store_true", help="with what is there; writes nothing")
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
-    options = parser.parse_args()
+    options = parse_options(parser)
     warnings.filterwarnings("ignore", ".*has compiled.*")
-    torch.set_num_threads(1)
-    differ = 0
-    wanted = list(cells(options.models))
-    for cell in wanted:
-        path = options.folder / cell.file
+    differing, cells = 0, list(list_cells(options.models))
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for cell in cells:
+        path, text = options.folder / cell.file, describe_cell(cell)
         if not options.compare:
-            options.folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(text_of(cell), encoding="utf-8")
-            continue
-        changed = difference(path.read_text(encoding="utf-8"), text_of(cell))
-        if changed:
-            differ += 1
-            print(f"{path.stem}:\n{changed}", flush=True)
-    print(f"{len(wanted)} cells" + (f", {differ} differ" if options.compare else " written"))
-    return 1 if differ else 0
+            path.write_text(text, encoding="utf-8")
+        elif changes := diff_texts(path.read_text(encoding="utf-8"), text):
+            differing += 1
+            print(f"{path.stem}:\n{changes}", flush=True)
+    print(f"{len(cells)} cells" + (f", {differing} differ" if options.compare else " written"))
+    return 1 if differing else 0
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 from parity import TrainGraph
-from systems import Step, System, adamw, hand_written, import_deepspeed
+from systems import RATE, Step, System, adamw, engine_config, import_deepspeed, train_wrapped
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 from torch.nn import functional as F
@@ -72,16 +72,14 @@ class StageModule(nn.Module):
             x = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
         for block in self.blocks:
             x = block(x)
-        if self.norm is not None and self.head is not None:
-            x = self.head(self.norm(x))
-        return x
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
 def cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), y.flatten())
 
 
-def staged_graph(workload: Workload, schedule: str, executor: str = "eager") -> Step:
+def train_graph_pipeline(workload: Workload, schedule: str, executor: str = "eager") -> Step:
     pipeline, model = Pipeline(workload, schedule), workload.model()
     graph = TrainGraph(model, adamw(model), placement=gz.placement("cpu", list(range(pipeline.ranks)), names=("pp",)))
     config, last = graph.config, pipeline.stages - 1
@@ -96,23 +94,23 @@ def staged_graph(workload: Workload, schedule: str, executor: str = "eager") -> 
     return graph
 
 
-def torch_pipeline(workload: Workload, schedule: str, compiled: bool = False) -> Step:
+def train_torch_pipeline(workload: Workload, schedule: str, compiled: bool = False) -> Step:
     """As the documentation of torch.distributed.pipelining does it."""
     pipeline, rank, model = Pipeline(workload, schedule), dist.get_rank(), workload.model()
     own = [stage for stage, owner in enumerate(pipeline.stage_ranks) if owner == rank]
     modules = [StageModule(pipeline, stage, model) for stage in own]
     parameters = [p for module in modules for p in module.parameters()]
     del model
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, fused=True)
+    if compiled:
+        modules = list(map(torch.compile, modules))
     stages = [
-        pipelining.PipelineStage(
-            torch.compile(module) if compiled else module, stage, pipeline.stages, torch.device("cpu")
-        )
+        pipelining.PipelineStage(module, stage, pipeline.stages, torch.device("cpu"))
         for stage, module in zip(own, modules, strict=True)
     ]
-    make = schedules.get_schedule_class(TORCH_NAMES[schedule])
+    schedule_class: Any = schedules.get_schedule_class(TORCH_NAMES[schedule])
     own_stages = stages[0] if pipeline.stages == pipeline.ranks else stages
-    running: Any = make(own_stages, workload.micro_batches, cross_entropy)
+    running = schedule_class(own_stages, workload.micro_batches, cross_entropy)
 
     def step(x: Tensor, y: Tensor) -> Tensor | None:
         losses: list[Tensor] = []
@@ -126,35 +124,21 @@ def torch_pipeline(workload: Workload, schedule: str, compiled: bool = False) ->
 
 
 TORCH_NAMES = {
-    "1f1b": "1F1B",
-    "interleaved": "Interleaved1F1B",
-    "interleaved_zero_bubble": "InterleavedZeroBubble",
+    "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "interleaved_zero_bubble": "InterleavedZeroBubble",
     "zbv": "ZBVZeroBubble",
-}
+}  # fmt: skip
 
 
-def pipeline_module(workload: Workload) -> Step:
+def train_deepspeed_pipeline(workload: Workload) -> Step:
     package, pipeline, count = import_deepspeed(), Pipeline(workload, "1f1b"), workload.micro_batches
     from deepspeed.pipe import PipelineModule
 
     model = workload.model()
     layers = [StageModule(pipeline, stage, model) for stage in range(pipeline.stages)]
     del model
-    package.init_distributed("gloo", dist_init_required=False)
-    module = PipelineModule(
-        layers,
-        num_stages=pipeline.ranks,
-        loss_fn=cross_entropy,
-        partition_method="uniform",
-        activation_checkpoint_interval=0,
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": workload.share // count,
-        "gradient_accumulation_steps": count,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": 1},
-        "steps_per_print": 10**9,
-    }
+    options = {"partition_method": "uniform", "activation_checkpoint_interval": 0}
+    module = PipelineModule(layers, num_stages=pipeline.ranks, loss_fn=cross_entropy, **options)
+    config = engine_config(workload, stage=1)
     engine, *_ = package.initialize(model=module, optimizer=adamw(module), config=config, dist_init_required=False)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -164,21 +148,19 @@ def pipeline_module(workload: Workload) -> Step:
     return step
 
 
-def whole(workload: Workload) -> Step:
+def train_whole(workload: Workload) -> Step:
     """Plain PyTorch on every rank."""
-    return hand_written(lambda model: model, replace(workload, micro_batches=1))
+    return train_wrapped(lambda model: model, replace(workload, micro_batches=1))
 
 
 PIPELINES = [
-    *(System(f"graphzero, {name}", partial(staged_graph, schedule=name)) for name in TORCH_NAMES),
-    System("graphzero + inductor, 1f1b", partial(staged_graph, schedule="1f1b", executor="inductor")),
-    *(System(f"torch, {name}", partial(torch_pipeline, schedule=name)) for name in TORCH_NAMES),
-    *(
-        System(f"torch + compile, {name}", partial(torch_pipeline, schedule=name, compiled=True))
-        for name in ("1f1b", "interleaved")
-    ),
-    System("DeepSpeed, 1f1b", pipeline_module, "deepspeed"),
-    System("PyTorch, whole batch", whole, special=True),
+    *(System(f"graphzero, {name}", partial(train_graph_pipeline, schedule=name)) for name in TORCH_NAMES),
+    System("graphzero + inductor, 1f1b", partial(train_graph_pipeline, schedule="1f1b", executor="inductor")),
+    *(System(f"torch, {name}", partial(train_torch_pipeline, schedule=name)) for name in TORCH_NAMES),
+    System("torch + compile, 1f1b", partial(train_torch_pipeline, schedule="1f1b", compiled=True)),
+    System("torch + compile, interleaved", partial(train_torch_pipeline, schedule="interleaved", compiled=True)),
+    System("DeepSpeed, 1f1b", train_deepspeed_pipeline, "deepspeed"),
+    System("PyTorch, whole batch", train_whole, special=True),
 ]
 
 # ---- sequences
@@ -186,7 +168,7 @@ PIPELINES = [
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of [batch, length, heads, dim] each
 
 
-def split_graph(workload: Workload, way: str, executor: str = "eager", in_turn: bool = False) -> Step:
+def train_split_graph(workload: Workload, way: str, executor: str = "eager", in_turn: bool = False) -> Step:
     """A Graph with contiguous pieces, or with tokens that are dealt out in turn."""
     ranks, rank, model = dist.get_world_size(), dist.get_rank(), workload.model()
     graph = TrainGraph(model, adamw(model), placement=gz.placement("cpu", [list(range(ranks))], names=("dp", "cp")))
@@ -197,10 +179,10 @@ def split_graph(workload: Workload, way: str, executor: str = "eager", in_turn: 
         graph.config.set_input(name, sbp=(S(0), S(1, sections)))
     if in_turn:
         return lambda x, y: graph(x[:, rank::ranks].contiguous(), y[:, rank::ranks].contiguous())
-    return lambda x, y: graph(piece_of(x), piece_of(y))
+    return lambda x, y: graph(take_piece(x), take_piece(y))
 
 
-def piece_of(x: Tensor) -> Tensor:
+def take_piece(x: Tensor) -> Tensor:
     return x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
 
 
@@ -221,28 +203,30 @@ class PieceOfGPT(nn.Module):
         return F.cross_entropy(model.head(model.norm(h)).flatten(0, 1), y.flatten())
 
 
-def attention_of_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous()
 
 
-def ulysses(workload: Workload) -> Step:
-    package = import_deepspeed()
+def train_ulysses(workload: Workload) -> Step:
+    import_deepspeed()
     from deepspeed.sequence.layer import DistributedAttention
 
-    package.init_distributed("gloo", dist_init_required=False)
-    exchange = DistributedAttention(attention_of_heads, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+    exchange = DistributedAttention(attend, dist.group.WORLD, scatter_idx=2, gather_idx=1)
 
     def wrap(model: GPT) -> nn.Module:
         return DistributedDataParallel(PieceOfGPT(model, lambda q, k, v: exchange(q, k, v, 0)))
 
-    step = hand_written(wrap, workload)
-    return lambda x, y: step(piece_of(x), piece_of(y))
+    step = train_wrapped(wrap, workload)
+    return lambda x, y: step(take_piece(x), take_piece(y))
 
 
 SEQUENCES = [
-    *(System(f"graphzero, {way}", partial(split_graph, way=way)) for way in ("exchange", "gather", "ring")),
-    *(System(f"graphzero, {way}, in turn", partial(split_graph, way=way, in_turn=True)) for way in ("gather", "ring")),
-    System("graphzero + inductor, exchange", partial(split_graph, way="exchange", executor="inductor")),
-    System("DeepSpeed", ulysses, "deepspeed"),
+    *(System(f"graphzero, {way}", partial(train_split_graph, way=way)) for way in ("exchange", "gather", "ring")),
+    *(
+        System(f"graphzero, {way}, in turn", partial(train_split_graph, way=way, in_turn=True))
+        for way in ("gather", "ring")
+    ),
+    System("graphzero + inductor, exchange", partial(train_split_graph, way="exchange", executor="inductor")),
+    System("DeepSpeed", train_ulysses, "deepspeed"),
 ]

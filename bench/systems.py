@@ -56,57 +56,61 @@ def adamw(model: nn.Module) -> AdamW:
     return AdamW(model.parameters(), lr=RATE, fused=True)
 
 
-def graph(stage: int, workload: Workload, rounded: bool = False, **settings: Any) -> TrainGraph:
+def build_graph(stage: int, workload: Workload, rounded: bool = False, **settings: Any) -> TrainGraph:
     """rounded: masters are bfloat16.  settings: what ``set_...`` of its configuration are given, by their names."""
     model = workload.model().to(torch.bfloat16 if rounded else torch.float32)
-    made = TrainGraph(model, adamw(model), None, stage)
-    made.config.set_gradient_accumulation_steps(workload.micro_batches)
+    graph = TrainGraph(model, adamw(model), None, stage)
+    graph.config.set_gradient_accumulation_steps(workload.micro_batches)
     if rounded:
-        made.config.enable_amp(stochastic_rounding=True)
+        graph.config.enable_amp(stochastic_rounding=True)
     elif workload.precision is not None:
-        made.config.enable_amp(dtype=workload.precision)
+        graph.config.enable_amp(dtype=workload.precision)
     for name, value in settings.items():
-        getattr(made.config, f"set_{name}")(value)
-    return made
+        getattr(graph.config, f"set_{name}")(value)
+    return graph
 
 
-def graphs(name: str, stages: Iterable[int], special: bool = False, **settings: Any) -> Iterator[System]:
+def list_graphs(name: str, stages: Iterable[int], special: bool = False, **settings: Any) -> Iterator[System]:
     """A Graph at each of the stages, with these settings."""
     for stage in stages:
-        yield System(f"{name}, stage {stage}", partial(graph, stage, **settings), special=special)
+        yield System(f"{name}, stage {stage}", partial(build_graph, stage, **settings), special=special)
 
 
-def hand_written(
-    wrap: Callable[[nn.Module], Any],
-    workload: Workload,
-    optimizer_of: Callable[[nn.Module], Any] = adamw,
-    casts: bool = True,
-) -> Step:
-    """The loop that one writes around a wrapped model; ranks meet for the last micro-batch's gradients.
+def build_loop(model: Any, optimizer: Any, micro_batches: int, precision: torch.dtype | None = None) -> Step:
+    """The loop that one writes around a model; ranks meet for the last micro-batch's gradients.
 
-    casts: mixed precision is ``torch.autocast``'s, not what ``wrap`` does.
+    precision: of ``torch.autocast``, None for none.
     """
-    model, count = workload.model(), workload.micro_batches
-    wrapped = wrap(model)
-    optimizer = optimizer_of(model)
 
     def step(*batch: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        total = torch.zeros(())
-        for i, part in enumerate(zip(*(x.chunk(count) for x in batch), strict=True)):
-            with apart(wrapped, i < count - 1):
-                with torch.autocast("cpu", workload.precision, enabled=casts and workload.precision is not None):
-                    loss: Tensor = wrapped(*part) / count
+        device = batch[0].device
+        total = torch.zeros((), device=device)
+        for i, part in enumerate(zip(*(x.chunk(micro_batches) for x in batch), strict=True)):
+            with delay_gradient_sync(model, i < micro_batches - 1):
+                with torch.autocast(device.type, precision, enabled=precision is not None):
+                    loss: Tensor = model(*part) / micro_batches
                 loss.backward()
             total += loss.detach()
         optimizer.step()
+        optimizer.zero_grad()
         return total
 
     return step
 
 
+def train_wrapped(
+    wrap: Callable[[nn.Module], Any], workload: Workload, build_optimizer: Callable[[nn.Module], Any] = adamw,
+    casts: bool = True,
+) -> Step:  # fmt: skip
+    """The loop around what ``wrap`` makes of the model.  casts: mixed precision is autocast's, not what it does."""
+    model = workload.model()
+    wrapped = wrap(model)
+    precision = workload.precision if casts else None
+    return build_loop(wrapped, build_optimizer(model), workload.micro_batches, precision)
+
+
 @contextmanager
-def apart(model: Any, mode: bool) -> Iterator[None]:
+def delay_gradient_sync(model: Any, mode: bool) -> Iterator[None]:
     """Whether ranks keep their gradients to themselves, as DDP's and FSDP2's documentation says it."""
     inner = getattr(model, "_orig_mod", model)
     if hasattr(inner, "set_requires_gradient_sync"):
@@ -115,15 +119,15 @@ def apart(model: Any, mode: bool) -> Iterator[None]:
         yield
 
 
-def ddp(model: nn.Module) -> nn.Module:
+def wrap_in_ddp(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def compiled_ddp(model: nn.Module) -> Any:
-    return torch.compile(ddp(model))
+def compile_ddp(model: nn.Module) -> Any:
+    return torch.compile(wrap_in_ddp(model))
 
 
-def redundancy(model: nn.Module) -> Any:
+def split_adamw(model: nn.Module) -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(
@@ -131,7 +135,7 @@ def redundancy(model: nn.Module) -> Any:
     )
 
 
-def fully_sharded(model: nn.Module, workload: Workload, compiled: bool = False) -> nn.Module:
+def shard_fully(model: nn.Module, workload: Workload, compiled: bool = False) -> nn.Module:
     """FSDP2 block by block, resharded after forward; each block is compiled by itself before it is split."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -144,36 +148,43 @@ def fully_sharded(model: nn.Module, workload: Workload, compiled: bool = False) 
     return shard(model)
 
 
-def fsdp2(workload: Workload, compiled: bool = False) -> Step:
-    return hand_written(partial(fully_sharded, workload=workload, compiled=compiled), workload, casts=False)
+def train_fsdp2(workload: Workload, compiled: bool = False) -> Step:
+    return train_wrapped(partial(shard_fully, workload=workload, compiled=compiled), workload, casts=False)
 
 
 def import_deepspeed() -> Any:
     """The package on its CPU path, without its notes."""
     os.environ.update(DS_ACCELERATOR="cpu", DEEPSPEED_LOG_LEVEL="error")
     logging.disable(logging.WARNING)
-    import deepspeed as package
+    import deepspeed
 
-    return package
+    deepspeed.init_distributed("gloo", dist_init_required=False)
+    return deepspeed
 
 
-def deepspeed(stage: int, workload: Workload) -> Step:
+def engine_config(workload: Workload, **zero: Any) -> dict[str, Any]:
+    """zero: its ``zero_optimization``."""
+    return {
+        "train_micro_batch_size_per_gpu": workload.share // workload.micro_batches,
+        "gradient_accumulation_steps": workload.micro_batches,
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        "steps_per_print": 10**9,
+    }
+
+
+def train_deepspeed(stage: int, workload: Workload) -> Step:
     elements, model = BUCKET // 4, workload.model()
     zero = {"stage": stage, "reduce_bucket_size": elements, "allgather_bucket_size": elements}
     if stage == 3:  # gathered weights go after their last use, as they do in FSDP2 and here
         zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
         zero |= {"stage3_prefetch_bucket_size": elements}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": workload.share // workload.micro_batches,
-        "gradient_accumulation_steps": workload.micro_batches,
-        "gradient_clipping": 0.0,
-        "zero_optimization": zero,
-    }
+    config = engine_config(workload, **zero)
     config |= {KINDS[workload.precision]: {"enabled": True}} if workload.precision else {}
-    return by_engine(workload, model=model, optimizer=adamw(model), config=config)
+    return build_engine_loop(workload, model=model, optimizer=adamw(model), config=config)
 
 
-def by_engine(workload: Workload, **given: Any) -> Step:
+def build_engine_loop(workload: Workload, **given: Any) -> Step:
     """The loop around DeepSpeed's engine.  given: to ``deepspeed.initialize``."""
     engine, *_ = import_deepspeed().initialize(dist_init_required=False, **given)
     count = workload.micro_batches
@@ -190,47 +201,44 @@ def by_engine(workload: Workload, **given: Any) -> Step:
     return step
 
 
-DDP = System("DDP", partial(hand_written, ddp))
+DDP = System("DDP", partial(train_wrapped, wrap_in_ddp))
 SYSTEMS = [
-    *graphs("graphzero", range(4)),
-    *graphs("graphzero + inductor", range(4), executor="inductor"),
-    *graphs(ROOMY, (2, 3), special=True, memory_budget=2**34),
-    *graphs(EARLY, (2, 3), special=True, optimizer_in_backward=True),
-    *graphs(ROUNDED, (0, 2, 3), special=True, rounded=True),
-    *graphs("graphzero without an arena", (0, 3), special=True, arena=False),
+    *list_graphs("graphzero", range(4)),
+    *list_graphs("graphzero + inductor", range(4), executor="inductor"),
+    *list_graphs(ROOMY, (2, 3), special=True, memory_budget=2**34),
+    *list_graphs(EARLY, (2, 3), special=True, optimizer_in_backward=True),
+    *list_graphs(ROUNDED, (0, 2, 3), special=True, rounded=True),
+    *list_graphs("graphzero without an arena", (0, 3), special=True, arena=False),
     DDP,
-    System(BASE, partial(hand_written, compiled_ddp)),
-    System("DDP + ZeroRedundancyOptimizer", partial(hand_written, ddp, optimizer_of=redundancy)),
-    System("FSDP2", fsdp2),
-    System("FSDP2 + compile", partial(fsdp2, compiled=True)),
-    *(System(f"DeepSpeed, stage {stage}", partial(deepspeed, stage), "deepspeed") for stage in (1, 2, 3)),
+    System(BASE, partial(train_wrapped, compile_ddp)),
+    System("DDP + ZeroRedundancyOptimizer", partial(train_wrapped, wrap_in_ddp, build_optimizer=split_adamw)),
+    System("FSDP2", train_fsdp2),
+    System("FSDP2 + compile", partial(train_fsdp2, compiled=True)),
+    *(System(f"DeepSpeed, stage {stage}", partial(train_deepspeed, stage), "deepspeed") for stage in (1, 2, 3)),
 ]
 
 
 # ---- ways of split experts
 
 
-def split_experts(workload: Workload, way: str, room: float) -> TrainGraph:
-    mixture = graph(3, workload)
-    mixture.config.set_split_experts(way, capacity=room)
-    return mixture
+def train_split_experts(workload: Workload, way: str, room: float) -> TrainGraph:
+    graph = build_graph(3, workload)
+    graph.config.set_split_experts(way, capacity=room)
+    return graph
 
 
-WAYS = (("weights", 1.25), ("tokens", 1.25), ("exchange", 1.25), ("exchange", 2.0))
-EXPERTS = [
-    DDP,
-    *(
-        System(
-            f"`{way}`{f', room for {room:g} shares' * (way == 'exchange')}", partial(split_experts, way=way, room=room)
-        )
-        for way, room in WAYS
-    ),
-]
+WAYS = {
+    "`weights`": ("weights", 1.25),
+    "`tokens`": ("tokens", 1.25),
+    "`exchange`, room for 1.25 shares": ("exchange", 1.25),
+    "`exchange`, room for 2 shares": ("exchange", 2.0),
+}
+EXPERTS = [DDP, *(System(name, partial(train_split_experts, way=way, room=room)) for name, (way, room) in WAYS.items())]
 
 # ---- one JSON, read by graphzero and by DeepSpeed itself
 
 
-def document(stage: int, workload: Workload) -> dict[str, Any]:
+def write_document(stage: int, workload: Workload) -> dict[str, Any]:
     """With accumulation, clipping and a schedule.
 
     ``torch_adam``: DeepSpeed's own kernel needs a compiler, and its formula is the same.
@@ -246,11 +254,11 @@ def document(stage: int, workload: Workload) -> dict[str, Any]:
     }
 
 
-class Ported(gz.Graph):
+class DocumentGraph(gz.Graph):
     """The step of a document."""
 
     def __init__(self, stage: int, workload: Workload) -> None:
-        super().__init__(config=gz.GraphConfig.from_deepspeed(document(stage, workload)))
+        super().__init__(config=gz.GraphConfig.from_deepspeed(write_document(stage, workload)))
         self.model = workload.model()
         self.add_optimizer(**self.config.deepspeed.optimizer_arguments(self.model.parameters()))
 
@@ -260,12 +268,12 @@ class Ported(gz.Graph):
         return loss
 
 
-def original(stage: int, workload: Workload) -> Step:
-    model, config = workload.model(), document(stage, workload)
-    return by_engine(workload, model=model, model_parameters=model.parameters(), config=config)
+def train_document(stage: int, workload: Workload) -> Step:
+    model, config = workload.model(), write_document(stage, workload)
+    return build_engine_loop(workload, model=model, model_parameters=model.parameters(), config=config)
 
 
 DOCUMENTS = [
-    *(System(f"graphzero, stage {stage}", partial(Ported, stage)) for stage in range(4)),
-    *(System(f"DeepSpeed, stage {stage}", partial(original, stage), "deepspeed") for stage in range(4)),
+    *(System(f"graphzero, stage {stage}", partial(DocumentGraph, stage)) for stage in range(4)),
+    *(System(f"DeepSpeed, stage {stage}", partial(train_document, stage), "deepspeed") for stage in range(4)),
 ]

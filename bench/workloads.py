@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from models import WithOwnLoss, images, tokens
+from models import WithOwnLoss, build_transformer, draw_images, draw_tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -153,15 +153,14 @@ def gpt(shape: Shape, **facts: Any) -> Workload:
         f"GPT, {shape.layers} layers of width {shape.width}, vocabulary {shape.vocabulary}, "
         f"{shape.batch} sequences of {shape.context}"
     )
-    batch = partial(tokens, dtype=torch.float32, vocabulary=shape.vocabulary, context=shape.context)
+    batch = partial(draw_tokens, dtype=torch.float32, vocabulary=shape.vocabulary, context=shape.context)
     return Workload(what, partial(GPT, shape), batch, shape.batch, **facts)
 
 
 def convnet(widths: tuple[int, ...], share: int, side: int, **facts: Any) -> Workload:
     what = f"residual convolutional network, widths {', '.join(map(str, widths))}, {share} images of {side} x {side}"
-    return Workload(
-        what, partial(ConvNet, widths), partial(images, dtype=torch.float32, side=side, classes=100), share, **facts
-    )
+    batch = partial(draw_images, dtype=torch.float32, side=side, classes=100)
+    return Workload(what, partial(ConvNet, widths), batch, share, **facts)
 
 
 TOY = gpt(Shape(vocabulary=64, width=32, layers=1, heads=2, batch=2, context=16))
@@ -177,8 +176,8 @@ WORKLOADS = {
 # ---- whole batches, for pipelines and split sequences
 
 
-def ragged_tokens(step: int, size: int) -> Batch:
-    """Those of the toy of pipelines, but in the later half of the batch only every ninth label counts."""
+def draw_ragged_tokens(step: int, size: int) -> Batch:
+    """Tokens of the toy of pipelines, but in the later half of the batch only every ninth label counts."""
     x, y = PIPELINES["toy"].batch(step, size)
     later = y[len(y) // 2 :]
     later[torch.arange(later.numel()).view_as(later) % 9 > 0] = -100
@@ -191,7 +190,7 @@ PIPELINES = {
     "A": gpt(Shape(2048, 256, layers=8, heads=4, batch=16, context=128), **_PIPELINE, toy=gpt(_STAGED, **_PIPELINE)),
     "B": gpt(Shape(2048, 512, layers=8, heads=8, batch=16, context=64), **_PIPELINE, toy=gpt(_STAGED, **_PIPELINE)),
     "toy": gpt(_STAGED, **_PIPELINE),
-    "ragged": replace(gpt(_STAGED, **_PIPELINE), batch=ragged_tokens),
+    "ragged": replace(gpt(_STAGED, **_PIPELINE), batch=draw_ragged_tokens),
 }
 _SPLIT = Shape(vocabulary=2048, width=256, layers=4, heads=8, batch=2, context=1024)
 SEQUENCES = {
@@ -205,28 +204,23 @@ SEQUENCES = {
 
 def small_mixture(layers: int, width: int, vocabulary: int) -> nn.Module:
     """Qwen3-MoE with experts' products as one op each."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=width // 8, moe_intermediate_size=width, num_experts=16, num_experts_per_tok=2,
-        use_cache=False, max_position_embeddings=40960,
+    return build_transformer(
+        "Qwen3MoeForCausalLM", WithOwnLoss, vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=width // 8, moe_intermediate_size=width, num_experts=16,
+        num_experts_per_tok=2, use_cache=False, max_position_embeddings=40960,
+        experts_implementation="grouped_mm", attn_implementation="sdpa",
     )  # fmt: skip
-    make = AutoModelForCausalLM.from_config
-    return WithOwnLoss(
-        make(config, dtype=torch.float32, experts_implementation="grouped_mm", attn_implementation="sdpa")
-    )
 
 
-def repeated_tokens(step: int, size: int, vocabulary: int, context: int) -> Batch:
+def draw_repeated_tokens(step: int, size: int, vocabulary: int, context: int) -> Batch:
     """Tokens, and the same as labels, which the model itself moves by one."""
-    ids, _ = tokens(step, size, torch.float32, vocabulary, context)
+    ids, _ = draw_tokens(step, size, torch.float32, vocabulary, context)
     return ids, ids
 
 
 def mixture(layers: int, width: int, vocabulary: int, context: int) -> Workload:
     what = f"Qwen3-MoE, {layers} layers of width {width}, vocabulary {vocabulary}, 2 sequences of {context}"
-    batch = partial(repeated_tokens, vocabulary=vocabulary, context=context)
+    batch = partial(draw_repeated_tokens, vocabulary=vocabulary, context=context)
     return Workload(what, partial(small_mixture, layers, width, vocabulary), batch, share=2)
 
 
@@ -244,9 +238,9 @@ class Regression(nn.Module):
         return F.mse_loss(self.body(x), y)
 
 
-def vectors(step: int, size: int) -> Batch:
+def draw_vectors(step: int, size: int) -> Batch:
     x = torch.randn(size, 8, generator=torch.Generator().manual_seed(step))
     return x, 3 * torch.tanh(x[:, :4])
 
 
-REGRESSION = {"toy": Workload("a network of two layers, 8 vectors", Regression, vectors, share=8, micro_batches=4)}
+REGRESSION = {"toy": Workload("a network of two layers, 8 vectors", Regression, draw_vectors, share=8, micro_batches=4)}

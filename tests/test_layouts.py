@@ -20,12 +20,12 @@ from layouts import (  # noqa: E402
     LAYOUTS,
     MODELS,
     PLANS,
-    graph_of,
+    build_graph,
     parallelise,
-    reference,
-    train,
+    train_eagerly,
+    train_graph,
 )
-from parity import difference  # noqa: E402
+from parity import compare_trainings  # noqa: E402
 
 import graphzero as gz  # noqa: E402
 from graphzero.ir import value  # noqa: E402
@@ -86,8 +86,8 @@ def _made_from_batch(graph: gz.Graph) -> list[fx.Node]:
 
 
 def check(model, layout, stage):
-    graph = graph_of(model, LAYOUTS[layout], stage)
-    found = difference(train(graph, model), reference(model))
+    graph = build_graph(model, LAYOUTS[layout], stage)
+    found = compare_trainings(train_graph(graph, model), train_eagerly(model))
     assert found.loss <= layouts.LIMIT, f"{model} on {layout}, stage {stage}: {found}"
     return graph
 
@@ -111,7 +111,7 @@ def test_a_model_trains_as_plain_pytorch_does(model, layout, stage):
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_trains_on_data_and_tensor_ranks_at_all_stages(model):
     layout = LAYOUTS[GRID]
-    found = difference(train(graph_of(model, layout, 0), model, through=layout), reference(model))
+    found = compare_trainings(train_graph(build_graph(model, layout, 0), model, through=layout), train_eagerly(model))
     assert found.loss <= layouts.LIMIT, f"{model}, a step at each of {layout.stages}: {found}"
 
 
@@ -128,7 +128,7 @@ def test_models_train_in_other_layouts(model, layout):
 
 @cache
 def compiled(model, layout, rows):
-    return graph_of(model, LAYOUTS[layout], 0).compile(*CASES[model].batch(0, rows, torch.float64))
+    return build_graph(model, LAYOUTS[layout], 0).compile(*CASES[model].batch(0, rows, torch.float64))
 
 
 @pytest.mark.parametrize(

@@ -15,57 +15,49 @@ without any fault, is tried in ``tests/runtime/one_sided_checks.py``.  Exits wit
 
 from __future__ import annotations
 
-import argparse
+import math
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-import graphzero as gz
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "runtime"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
-from _run import markdown
+sys.path.extend(str(Path(__file__).resolve().parents[2] / folder) for folder in ("bench", "tests/runtime", "tests"))
+from _run import command_parser, format_table, parse_options
 from failure_toys import WAYS
 from failure_toys import run as start_ranks
+from parity import TrainGraph
 
 SOON = 10.0  # seconds
 Act = Callable[["Job", random.Random], Any]  # with the fault prepared, what the rank does instead of its call
+Answer = dict[str, Any]  # of a call: its value, or its error and the ranks that it names; and seconds
+Verdict = dict[str, Any]  # of a rank on a fault: what is wrong, and the seconds until it raised
 
 
-class Train(gz.Graph):
-    def __init__(self, model: nn.Module, stage: int) -> None:
-        super().__init__()
-        self.model = model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        self.add_optimizer(optimizer, lr_sch=self.schedule)
-        self.config.enable_zero(stage=stage)
+class Model(nn.Sequential):
+    """Eight layers and their loss; as in a Graph of the benchmarks, a batch has labels, here none."""
 
-    def build(self, x: torch.Tensor) -> torch.Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())))
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return super().forward(x).square().mean()
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh()))).double()
-
-
-def batch(step: int, rank: int) -> torch.Tensor:
+def draw_batch(step: int, rank: int) -> Tensor:
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
 
 
@@ -74,13 +66,14 @@ class Job:
 
     def __init__(self, rank: int, ranks: int, stage: int) -> None:
         self.rank, self.ranks, self.step = rank, ranks, 0
-        self.graph = Train(model(), stage)
-        self.eager = model()
-        self.optimizer = torch.optim.AdamW(self.eager.parameters(), lr=1e-2)
+        model, self.eager = Model(), Model()
+        optimizer, self.optimizer = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, self.eager))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        self.graph = TrainGraph(model, optimizer, self.schedule, stage)
         self.saved: dict[str, Any] = {}
 
-    def call(self) -> float:
-        return float(self.graph(batch(self.step, self.rank)))
+    def call_graph(self) -> float:
+        return float(self.graph(draw_batch(self.step, self.rank), None))
 
     @property
     def steps(self) -> list[Any]:
@@ -88,31 +81,31 @@ class Job:
         assert self.graph._selection.last is not None
         return self.graph._selection.last.executor(self.graph._source.world).program.steps
 
-    def wanted(self) -> float:
+    def expected_loss(self) -> float:
         """The loss of the step that comes."""
         with torch.no_grad():
-            return float(self._loss())
+            return float(self._compute_loss())
 
-    def follow(self) -> None:
+    def step_eagerly(self) -> None:
         """All have taken a step with this batch."""
         self.optimizer.zero_grad()
-        self._loss().backward()
+        self._compute_loss().backward()
         self.optimizer.step()
 
     def advance(self) -> None:
         """The same; the next batch, and a checkpoint."""
-        self.follow()
+        self.step_eagerly()
         self.step += 1
         self.saved = self.graph.full_state_dict()
 
-    def _loss(self) -> torch.Tensor:
-        return self.eager(torch.cat([batch(self.step, rank) for rank in range(self.ranks)])).square().mean()
+    def _compute_loss(self) -> Tensor:
+        return self.eager(torch.cat([draw_batch(self.step, rank) for rank in range(self.ranks)]))
 
 
 # ---- faults
 
 
-def raising(error: Callable[[], BaseException]) -> Act:
+def raise_in_program(error: Callable[[], BaseException]) -> Act:
     """An op, or a collective, raises."""
 
     def act(job: Job, chance: random.Random) -> Any:
@@ -127,259 +120,226 @@ def raising(error: Callable[[], BaseException]) -> Act:
 
         steps[at] = fail
         try:
-            return job.call()
+            return job.call_graph()
         finally:
             steps[at] = step
 
     return act
 
 
-def interrupted(job: Job, chance: random.Random) -> Any:
-    """Ctrl-C."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 8e-3))
-    try:
-        return job.call()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def between(name: str) -> Act:
+def raise_in_method(find_owner: Callable[[Job], Any], name: str, error: BaseException) -> Act:
     """A part of a call of the Graph raises."""
 
-    def act(job: Job, chance: random.Random) -> Any:
-        def fail(*_: Any) -> None:
-            raise OSError(f"in {name}")
+    def fail(*_: Any) -> None:
+        raise error
 
-        setattr(job.graph, name, fail)
-        try:
-            return job.call()
-        finally:
-            vars(job.graph).pop(name)
+    def act(job: Job, chance: random.Random) -> Any:
+        with patch.object(find_owner(job), name, fail):
+            return job.call_graph()
 
     return act
 
 
-def scheduler_raises(job: Job, chance: random.Random) -> Any:
-    def fail() -> None:
-        raise LookupError("no such rate")
-
-    job.graph.schedule.step = fail  # type: ignore[method-assign]
+def interrupt(job: Job, chance: random.Random) -> Any:
+    """Ctrl-C."""
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 8e-3))
     try:
-        return job.call()
+        return job.call_graph()
     finally:
-        vars(job.graph.schedule).pop("step")
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def killed(job: Job, chance: random.Random) -> Any:
+def kill(job: Job, chance: random.Random) -> Any:
     """By a signal that nothing can catch, at any moment."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 8e-3))
     while True:
-        job.call()
+        job.call_graph()
 
 
-def killed_with_a_child(job: Job, chance: random.Random) -> Any:
+def kill_with_child(job: Job, chance: random.Random) -> Any:
     """While a process that it has forked lives on."""
     if os.fork() == 0:
         time.sleep(2 * SOON)
         os._exit(0)
-    return killed(job, chance)
+    return kill(job, chance)
 
 
-def exits(job: Job, chance: random.Random) -> Any:
-    def leave() -> BaseException:
-        os._exit(3)
-
-    return raising(leave)(job, chance)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """act: what the faulty rank does.  is_end: its process is gone then."""
-
-    act: Act
-    is_end: bool = False
-
-
-FAULTS: dict[str, Fault] = {
-    "an exception": Fault(raising(lambda: IndexError("index 77 is out of range"))),
-    "out of memory": Fault(raising(lambda: MemoryError("no room"))),
-    "SystemExit": Fault(raising(lambda: SystemExit(2))),
-    "an interrupt": Fault(interrupted),
-    "an exception while binding": Fault(between("_bind")),
-    "an exception before running": Fault(between("_run")),
-    "a scheduler raises": Fault(scheduler_raises),
-    "killed": Fault(killed, is_end=True),
-    "killed, a child lives on": Fault(killed_with_a_child, is_end=True),
-    "os._exit": Fault(exits, is_end=True),
+FAULTS: dict[str, Act] = {
+    "an exception": raise_in_program(lambda: IndexError("index 77 is out of range")),
+    "out of memory": raise_in_program(lambda: MemoryError("no room")),
+    "SystemExit": raise_in_program(lambda: SystemExit(2)),
+    "an interrupt": interrupt,
+    "an exception while binding": raise_in_method(lambda job: job.graph._steps, "bind", OSError("in bind")),
+    "an exception before running": raise_in_method(lambda job: job.graph._steps, "run_step", OSError("in run_step")),
+    "a scheduler raises": raise_in_method(lambda job: job.schedule, "step", LookupError("no such rate")),
+    "killed": kill,
+    "killed, a child lives on": kill_with_child,
+    "os._exit": raise_in_program(lambda: os._exit(3)),
 }
+ENDS = ("killed", "killed, a child lives on", "os._exit")  # the faulty rank's process is gone then
 
 
 # ---- one world
 
 
-def work(ranks: int, names: list[str], seed: int, rank: int) -> list[dict[str, Any]]:
+def run_rank(ranks: int, names: list[str], seed: int, rank: int) -> list[Verdict]:
     """One rank: faults one after the other; the last one may end a process."""
     chance = random.Random(seed)
     job = Job(rank, ranks, chance.choice((1, 2, 3)))
-    job.call()
+    job.call_graph()
     job.advance()
-    found = []
+    verdicts = []
     for name in names:
         faulty, seed = chance.randrange(ranks), chance.randrange(1 << 30)
         for _ in range(chance.randrange(3)):
-            job.call()
+            job.call_graph()
             job.advance()
         dist.barrier()
-        found.append((end if FAULTS[name].is_end else survive)(job, name, faulty, seed))
-        if found[-1]["wrong"]:
+        try_fault = outlive_rank if name in ENDS else survive_fault
+        verdicts.append(try_fault(job, partial(FAULTS[name], job, random.Random(seed)), faulty))
+        if verdicts[-1]["wrong"]:
             break
-    return found
+    return verdicts
 
 
-def tried(call: Callable[[], Any]) -> dict[str, Any]:
+def try_call(call: Callable[[], Any]) -> Answer:
     began = time.monotonic()
     try:
-        found: dict[str, Any] = {"value": call()}
+        answer: Answer = {"value": call()}
     except BaseException as error:
-        found = {"error": f"{type(error).__name__}: {error}", "ranks": list(getattr(error, "ranks", ()))}
-    return found | {"seconds": time.monotonic() - began}
+        answer = {"error": f"{type(error).__name__}: {error}", "ranks": list(getattr(error, "ranks", ()))}
+    return answer | {"seconds": time.monotonic() - began}
 
 
-def survive(job: Job, name: str, faulty: int, seed: int) -> dict[str, Any]:
+def survive_fault(job: Job, fault: Callable[[], Any], faulty: int) -> Verdict:
     """A fault after which all go on: what is wrong with that, and the seconds until this rank raised."""
-    wanted, act = job.wanted(), FAULTS[name].act
-    mine = tried(lambda: act(job, random.Random(seed)) if job.rank == faulty else job.call())
-    wrong = judged(mine, wanted, faulty, job.rank)
-    everyone = gathered([mine, wrong])
-    taken = ["value" in one for one, _ in everyone]
-    if not any(bad for _, bad in everyone):
-        retried = tried(job.call)
-        if "value" in mine and retried.get("ranks") == [faulty]:  # this rank has not heard of the fault before
-            retried = tried(job.call)
-        answers = gathered(retried)
-        if all("value" in one for one in answers):
-            if any(taken):  # then all have taken that step, also who raised after it
-                job.follow()
-            again = job.wanted()
-            wrong = "" if near(retried["value"], again) else f"the next call gives {retried['value']}, not {again}"
-            job.advance()
-        elif any("value" in one for one in answers):
-            wrong = f"the next call gives {answers}"
-        else:
-            wrong = reloaded(job, retried)
-    return {"wrong": wrong, "seconds": 0.0 if job.rank == faulty else mine["seconds"], "told": mine.get("error", "")}
+    expected = job.expected_loss()
+    own = try_call(fault if job.rank == faulty else job.call_graph)
+    wrong = "" if job.rank == faulty else judge_answer(own, expected, faulty)
+    answers = gather([own, wrong])
+    if not any(text for _, text in answers):
+        wrong = judge_retry(job, own, faulty, has_stepped=any("value" in answer for answer, _ in answers))
+    return {"wrong": wrong, "seconds": 0.0 if job.rank == faulty else own["seconds"]}
 
 
-def judged(mine: dict[str, Any], wanted: float, faulty: int, rank: int) -> str:
+def judge_answer(own: Answer, expected: float, faulty: int) -> str:
     """What is wrong with what a rank has got while another one had a fault."""
-    if rank == faulty:
-        return ""
-    if mine["seconds"] > SOON:
-        return f"took {mine['seconds']:.1f} s: {mine.get('error', 'no error')}"
-    if "error" in mine:
-        return "" if f"rank {faulty}" in mine["error"] else f"names another rank or none: {mine['error']}"
-    return "" if near(mine["value"], wanted) else f"finished with {mine['value']}, not {wanted}"
+    if own["seconds"] > SOON:
+        return f"took {own['seconds']:.1f} s: {own.get('error', 'no error')}"
+    if "error" in own:
+        return "" if f"rank {faulty}" in own["error"] else f"names another rank or none: {own['error']}"
+    return "" if is_near(own["value"], expected) else f"finished with {own['value']}, not {expected}"
 
 
-def reloaded(job: Job, refusal: dict[str, Any]) -> str:
+def judge_retry(job: Job, own: Answer, faulty: int, has_stepped: bool) -> str:
+    """What is wrong with the next call of all ranks.  has_stepped: some rank has taken the step with the fault."""
+    retried = try_call(job.call_graph)
+    if "value" in own and retried.get("ranks") == [faulty]:  # this rank has not heard of the fault before
+        retried = try_call(job.call_graph)
+    answers = gather(retried)
+    if not any("value" in answer for answer in answers):
+        return judge_reload(job, retried)
+    if not all("value" in answer for answer in answers):
+        return f"the next call gives {answers}"
+    if has_stepped:  # then all have taken that step, also a rank that raised after it
+        job.step_eagerly()
+    expected = job.expected_loss()
+    job.advance()
+    return "" if is_near(retried["value"], expected) else f"the next call gives {retried['value']}, not {expected}"
+
+
+def judge_reload(job: Job, refusal: Answer) -> str:
     """After a step that some ranks have taken, or one of them in part."""
     if "load_state_dict" not in refusal["error"]:
         return f"cannot go on, and does not say how: {refusal['error']}"
     job.graph.load_state_dict(job.saved)
-    again, wanted = tried(job.call), job.wanted()
-    if "value" not in again or not near(again["value"], wanted):
-        return f"after loading a checkpoint: {again}, not {wanted}"
+    again, expected = try_call(job.call_graph), job.expected_loss()
+    if "value" not in again or not is_near(again["value"], expected):
+        return f"after loading a checkpoint: {again}, not {expected}"
     job.advance()
     return ""
 
 
-def end(job: Job, name: str, faulty: int, seed: int) -> dict[str, Any]:
+def outlive_rank(job: Job, fault: Callable[[], Any], faulty: int) -> Verdict:
     """A fault that ends a rank: the others call on until they hear of it."""
     if job.rank == faulty:
-        FAULTS[name].act(job, random.Random(seed))
-        return {"wrong": "it has not ended", "seconds": 0.0, "told": ""}
+        fault()
+        return {"wrong": "it has not ended", "seconds": 0.0}
     began = time.monotonic()
-    while "value" in (mine := tried(job.call)):
+    while "value" in (own := try_call(job.call_graph)):
         pass
-    seconds = time.monotonic() - began
-    wrong = "" if f"rank {faulty}" in mine["error"] else f"names another rank or none: {mine['error']}"
-    return {"wrong": wrong or ("" if seconds < SOON else f"took {seconds:.1f} s"), "seconds": seconds,
-            "told": mine["error"]}  # fmt: skip
+    own["seconds"] = time.monotonic() - began
+    return {"wrong": judge_answer(own, math.nan, faulty), "seconds": own["seconds"]}
 
 
-def gathered(mine: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+def gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def near(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-9 * abs(b)
+def is_near(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-9)
 
 
 # ---- all of them
 
 
-def world(ranks: int, way: str, names: list[str], seed: int) -> list[list[dict[str, Any]]]:
-    """What each rank has found: a list of faults, empty for one that has ended."""
+def run_world(ranks: int, way: str, names: list[str], seed: int) -> list[list[Verdict]]:
+    """Verdicts of each rank, one for each fault, none of a rank that has ended."""
     with tempfile.TemporaryDirectory() as folder:
-        told = start_ranks(partial(work, ranks, names, seed), ranks, Path(folder), way, limit=60.0 + 20 * len(names))
-    for rank, found in told.items():
-        if isinstance(found, dict):
-            print(f"rank {rank}: {found['raised']}", file=sys.stderr)
-    return [found if isinstance(found := told.get(rank, []), list) else [] for rank in range(ranks)]
+        limit = 60.0 + 20 * len(names)
+        results = start_ranks(partial(run_rank, ranks, names, seed), ranks, Path(folder), way, limit=limit)
+    for rank, result in results.items():
+        if isinstance(result, dict):
+            print(f"rank {rank}: {result['raised']}", file=sys.stderr)
+    return [result if isinstance(result := results.get(rank, []), list) else [] for rank in range(ranks)]
 
 
-def verdict(told: list[list[dict[str, Any]]], i: int, name: str) -> tuple[str, float]:
+def join_verdicts(verdicts: list[list[Verdict]], i: int, name: str) -> tuple[str, float]:
     """What went wrong with fault number i, and the seconds until the last survivor had heard of it."""
-    known = [found[i] for found in told if len(found) > i]
-    expected = len(told) - FAULTS[name].is_end
+    known = [own[i] for own in verdicts if len(own) > i]
+    expected = len(verdicts) - (name in ENDS)
     if len(known) < expected:
         return f"{expected - len(known)} ranks have not answered", 0.0
     return next((one["wrong"] for one in known if one["wrong"]), ""), max(one["seconds"] for one in known)
 
 
-def run(faults: int, seed: int, ranks: list[int], ways: list[str]) -> tuple[str, int, int]:
-    """The table, and how many faults were made and ended otherwise than they should."""
-    going_on = [name for name, fault in FAULTS.items() if not fault.is_end]
-    ending = [name for name, fault in FAULTS.items() if fault.is_end]
-    rows, made, bad = [], 0, 0
+def run_faults(faults: int, seed: int, ranks: list[int], ways: list[str]) -> tuple[str, int, int]:
+    """The table, and how many faults there were and how many ended otherwise than they should."""
+    going_on = [name for name in FAULTS if name not in ENDS]
+    rows, total, bad = [], 0, 0
     for way in ways:
         for count in ranks:
             chance = random.Random(f"{seed} {way} {count}")
-            worlds = [[name] for name in ending for _ in range(faults)]
+            worlds = [[name] for name in ENDS for _ in range(faults)]
             worlds += [chance.sample(going_on, len(going_on)) for _ in range(faults)]
-            found: dict[str, list[tuple[str, float]]] = {}
+            results: dict[str, list[tuple[str, float]]] = defaultdict(list)
             for names in worlds:
-                told = world(count, way, names, chance.randrange(1 << 30))
+                verdicts = run_world(count, way, names, chance.randrange(1 << 30))
                 for i, name in enumerate(names):
-                    found.setdefault(name, []).append(verdict(told, i, name))
+                    results[name].append(join_verdicts(verdicts, i, name))
             for name in FAULTS:
-                wrong = [text for text, _ in found[name] if text]
-                made, bad = made + len(found[name]), bad + len(wrong)
-                longest = max(seconds for _, seconds in found[name])
-                rows.append([name, way, str(count), str(len(found[name])), str(len(wrong)), f"{longest:.1f}"])
+                wrong = [text for text, _ in results[name] if text]
+                total, bad = total + len(results[name]), bad + len(wrong)
+                longest = max(seconds for _, seconds in results[name])
+                rows.append([name, way, count, len(results[name]), len(wrong), f"{longest:.1f}"])
                 for text in wrong:
                     print(f"{name}, {way}, {count} ranks: {text}", file=sys.stderr)
-    return markdown(["fault", "over", "ranks", "faults", "wrong", "slowest, s"], rows), made, bad
+    return format_table(["fault", "over", "ranks", "faults", "wrong", "slowest, s"], rows), total, bad
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--faults", type=int, default=2, help="of each kind in each world")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    table, made, bad = run(options.faults, options.seed, options.ranks, options.ways)
-    print(f"{table}\n\n{made} faults, {bad} of them ended otherwise than they should")
+    options = parse_options(parser)
+    table, total, bad = run_faults(options.faults, options.seed, options.ranks, options.ways)
+    print(f"{table}\n\n{total} faults, {bad} of them ended otherwise than they should")
     sys.exit(bool(bad))
 
 

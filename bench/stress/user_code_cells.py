@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from _run import default_dtype
+from parity import largest_difference
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 import graphzero as gz
 from stress.user_programs import PROGRAMS, Program, Source
@@ -27,6 +29,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "recompute": (False, True),
     "in_backward": (False, True),
 }
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.float32}
 BOUNDS = {"float64": 1e-8, "float32": 5e-4, "bf16": 0.1}  # relative to a tensor's largest element, or to 1
 
 
@@ -45,13 +48,20 @@ class Cell:
         """Whether its ranks are processes."""
         return self.layout.startswith("gloo")
 
+    def placement(self) -> gz.Placement:
+        if self.is_real:
+            return gz.placement("cpu", range(2))
+        if "tp" in self.layout:
+            return gz.placement("cpu", [[0, 1], [2, 3]], names=("dp", "tp"), virtual=True)
+        return gz.placement("cpu", range(int(self.layout)), virtual=True)
+
     def __str__(self) -> str:
         words = [f"{self.layout} ranks, stage {self.stage}, {self.precision}", f"{self.micro_batches} micro-batches"]
         words += ["recompute"] * self.recompute + ["in backward"] * self.in_backward
         return f"{self.program}: {', '.join(words)}"
 
 
-def cells_of(program: str, seed: int) -> Iterator[Cell]:
+def list_cells(program: str, seed: int) -> Iterator[Cell]:
     """Configurations in which every two options meet with all of their values, few at a time: drawn, the best first."""
     draw = random.Random(f"{program} {seed}")
     names = list(OPTIONS)
@@ -69,50 +79,40 @@ def cells_of(program: str, seed: int) -> Iterator[Cell]:
 
 
 @dataclass
-class Run:
-    """Results of a program: outputs of each step, then everything that the user can see."""
+class Training:
+    """Results of a program: outputs of each step, then everything that the user can see, by name; and warnings."""
 
     outputs: list[list[Any]]
-    seen: dict[str, Any]
-    warned: list[str] = field(default_factory=list)
+    state: dict[str, list[Any]]
+    warnings: list[str] = field(default_factory=list)
 
 
-@contextmanager
-def settings(precision: str) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if precision == "float64" else torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def made(source: Source) -> Program:
+def seeded(source: Source) -> Program:
     torch.manual_seed(0)
     return source.make()
 
 
-def plain(source: Source, precision: str) -> Run:
+def train_eagerly(source: Source, precision: str) -> Training:
     """The program in plain PyTorch, on whole batches."""
-    with settings(precision), warnings.catch_warnings():
+    with default_dtype(DTYPES[precision]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program, outputs = made(source), []
+        program, outputs = seeded(source), []
         for number in range(STEPS):
-            with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
-                given = program.step(program.model, *source.batch(number))
-            outputs.append([copied(x) for x in leaves(given)])
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                results = program.step(program.model, *source.batch(number))
+            outputs.append(copy_leaves(results))
             program.optimizer.step()
             program.model.zero_grad()  # also what no optimizer has: a Graph leaves no gradients
             if program.between:
                 program.between(program, number)
-        return Run(outputs, seen(program))
+        return Training(outputs, collect_state(program))
 
 
-class Step(gz.Graph):
+class ProgramGraph(gz.Graph):
     """A program's step in a cell's configuration."""
 
     def __init__(self, program: Program, cell: Cell) -> None:
-        super().__init__(placement_of(cell))
+        super().__init__(cell.placement())
         self.model, self.user_step = program.model, program.step
         self.add_optimizer(program.optimizer)
         if cell.stage:
@@ -129,14 +129,6 @@ class Step(gz.Graph):
         return self.user_step(self.model, *args)
 
 
-def placement_of(cell: Cell) -> gz.Placement:
-    if cell.is_real:
-        return gz.placement("cpu", range(2))
-    if "tp" in cell.layout:
-        return gz.placement("cpu", [[0, 1], [2, 3]], names=("dp", "tp"), virtual=True)
-    return gz.placement("cpu", range(int(cell.layout)), virtual=True)
-
-
 def split_weights(model: nn.Module, placement: gz.Placement) -> None:
     """Every other weight by rows, the rest by columns, as in tensor parallelism."""
     weights = [p for p in model.parameters() if p.dim() == 2 and p.shape[0] % 2 == p.shape[1] % 2 == 0]
@@ -144,102 +136,92 @@ def split_weights(model: nn.Module, placement: gz.Placement) -> None:
         gz.to_global(weight, placement=placement, sbp=(gz.sbp.B, gz.sbp.S(number % 2)))
 
 
-def graphs(cell: Cell, rank: int = 0) -> Run:
+def train_graph(cell: Cell, rank: int = 0) -> Training:
     """The program as a Graph; on real ranks each gives its share of a batch."""
     source = PROGRAMS[cell.program]
-    with settings(cell.precision), warnings.catch_warnings(record=True) as caught:
+    with default_dtype(DTYPES[cell.precision]), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        program, outputs = made(source), []
-        graph = Step(program, cell)
+        program, outputs = seeded(source), []
+        graph = ProgramGraph(program, cell)
         if "tp" in cell.layout:
             split_weights(program.model, graph.placement)
         for number in range(STEPS):
-            args = [share(x, rank, cell) for x in source.batch(number)]
-            outputs.append([copied(x) for x in leaves(graph(*args))])
+            batch = source.batch(number)
+            shares = [x.chunk(2)[rank].clone() if cell.is_real and x.dim() else x.clone() for x in batch]
+            outputs.append(copy_leaves(graph(*shares)))
             if program.between:
                 with graph.full_parameters() if cell.is_real and program.writes else nullcontext():
                     program.between(program, number)
-        return Run(outputs, seen(program), [str(warning.message) for warning in caught])
+        return Training(outputs, collect_state(program), [str(warning.message) for warning in caught])
 
 
-def share(x: Tensor, rank: int, cell: Cell) -> Tensor:
-    return x.chunk(2)[rank].clone() if cell.is_real and x.dim() else x.clone()
+def copy_leaves(tree: Any) -> list[Any]:
+    return [copy_whole(x) for x in tree_leaves(tree)]
 
 
-def leaves(tree: Any) -> list[Any]:
-    """Those of nested containers and dataclasses, ``None`` among them."""
-    if dataclasses.is_dataclass(tree):
-        tree = vars(tree)
-    if isinstance(tree, Mapping):
-        return [leaf for key in sorted(tree, key=str) for leaf in leaves(tree[key])]
-    if isinstance(tree, list | tuple):
-        return [leaf for item in tree for leaf in leaves(item)]
-    return [tree]
-
-
-def copied(x: Any) -> Any:
+def copy_whole(x: Any) -> Any:
     if isinstance(x, DTensor):
         x = x.full_tensor()
     return x.detach().clone() if isinstance(x, Tensor) else x
 
 
-def seen(program: Program) -> dict[str, Any]:
+def collect_state(program: Program) -> dict[str, list[Any]]:
     """Everything of a user's objects, by name, as plain values."""
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for path, module in program.model.named_modules():
-        for name, value in vars(module).items():
-            if not name.startswith("_") and is_plain(value):
-                found[f"{path}.{name}"] = value
-        for name, buffer in module._buffers.items():
-            found[f"buffer {path}.{name}"] = buffer
+        state |= {f"{path}.{name}": value for name, value in plain_attributes(module)}
+        state |= {f"buffer {path}.{name}": buffer for name, buffer in module._buffers.items()}
     first: dict[int, str] = {}
     for name, p in program.model.named_parameters(remove_duplicate=False):
-        found |= {f"parameter {name}": p, f"requires_grad {name}": p.requires_grad, f"grad {name}": p.grad}
-        found[f"tie {name}"] = first.setdefault(id(p), name)
-    found |= {f"optimizer {name}": value for name, value in seen_of(program.optimizer).items()}
-    found |= {f"watched {name}": value for name, value in program.watched.items()}
-    return {name: [copied(leaf) for leaf in leaves(value)] for name, value in found.items()}
-
-
-def seen_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    own = {k: v for k, v in vars(optimizer).items() if not k.startswith("_") and k not in ("state", "param_groups")}
-    found = {f"attribute {k}": v for k, v in own.items() if is_plain(v)}
+        state |= {f"parameter {name}": p, f"requires_grad {name}": p.requires_grad, f"grad {name}": p.grad}
+        state[f"tie {name}"] = first.setdefault(id(p), name)
+    optimizer = program.optimizer
+    own = [(name, x) for name, x in plain_attributes(optimizer) if name not in ("state", "param_groups")]
+    state |= {f"optimizer attribute {name}": value for name, value in own}
     for i, group in enumerate(optimizer.param_groups):
-        found |= {f"group {i} {k}": v for k, v in group.items() if k != "params" and is_plain(v)}
+        state |= {f"optimizer group {i} {k}": v for k, v in group.items() if k != "params" and is_plain(v)}
         for j, p in enumerate(group["params"]):
-            found[f"group {i} parameter {j}"] = p
-            found |= {f"state {i} {j} {k}": v for k, v in optimizer.state.get(p, {}).items()}
-    return found
+            state[f"optimizer group {i} parameter {j}"] = p
+            state |= {f"optimizer state {i} {j} {k}": v for k, v in optimizer.state.get(p, {}).items()}
+    state |= {f"watched {name}": value for name, value in program.watched.items()}
+    return {name: copy_leaves(value) for name, value in state.items()}
+
+
+def plain_attributes(owner: Any) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(owner).items() if not name.startswith("_") and is_plain(value)]
 
 
 def is_plain(value: Any) -> bool:
-    return all(isinstance(leaf, Tensor | int | float | complex | str | None.__class__) for leaf in leaves(value))
+    return all(isinstance(leaf, Tensor | int | float | complex | str | None.__class__) for leaf in tree_leaves(value))
 
 
-def differences(ours: Run, theirs: Run, cell: Cell, rank: int = 0) -> list[str]:
+def compare_trainings(training: Training, expected: Training, cell: Cell, rank: int = 0) -> list[str]:
     """Differences from plain PyTorch."""
-    found = []
-    for number, (a, b) in enumerate(zip(ours.outputs, theirs.outputs, strict=True)):
-        found += compared(f"outputs of step {number}", a, b, cell, rank)
-    for name in theirs.seen.keys() | ours.seen.keys():
-        if name not in ours.seen or name not in theirs.seen:
-            found.append(f"{name} is {'missing' if name in theirs.seen else 'new'}")
+    differences = []
+    for number, (a, b) in enumerate(zip(training.outputs, expected.outputs, strict=True)):
+        differences += compare_lists(f"outputs of step {number}", a, b, cell, rank)
+    for name in expected.state.keys() | training.state.keys():
+        if name not in training.state or name not in expected.state:
+            differences.append(f"{name} is {'missing' if name in expected.state else 'new'}")
         else:
-            found += compared(name, ours.seen[name], theirs.seen[name], cell)
-    return sorted(found, key=lambda text: (not text.startswith("outputs"), text))
+            differences += compare_lists(name, training.state[name], expected.state[name], cell)
+    return sorted(differences, key=lambda text: (not text.startswith("outputs"), text))
 
 
-def compared(name: str, ours: Sequence[Any], theirs: Sequence[Any], cell: Cell, rank: int | None = None) -> list[str]:
-    if len(ours) != len(theirs):
-        return [f"{name}: {len(ours)} values, not {len(theirs)}"]
-    texts = [difference(a, b, cell, rank) for a, b in zip(ours, theirs, strict=True)]
+def compare_lists(
+    name: str, values: Sequence[Any], expected: Sequence[Any], cell: Cell, rank: int | None = None
+) -> list[str]:
+    if len(values) != len(expected):
+        return [f"{name}: {len(values)} values, not {len(expected)}"]
+    texts = [compare_values(a, b, cell, rank) for a, b in zip(values, expected, strict=True)]
     return [f"{name}: {text}" for text in texts if text]
 
 
-def difference(a: Any, b: Any, cell: Cell, rank: int | None) -> str:
+def compare_values(a: Any, b: Any, cell: Cell, rank: int | None) -> str:
+    bound = BOUNDS[cell.precision]
     if not isinstance(b, Tensor) or not isinstance(a, Tensor):
-        numbers = all(isinstance(x, float) for x in (a, b))
-        return "" if a == b or (numbers and near(a, b, cell)) else f"{a!r}, not {b!r}"[:120]
+        is_near = isinstance(a, float) and isinstance(b, float) and abs(a - b) <= bound * max(1.0, abs(b))
+        return "" if a == b or is_near else f"{a!r}, not {b!r}"[:120]
     if rank is not None and cell.is_real and b.dim() and 2 * a.shape[0] == b.shape[0]:
         b = b.chunk(2)[rank]
     if a.shape != b.shape:
@@ -249,11 +231,6 @@ def difference(a: Any, b: Any, cell: Cell, rank: int | None) -> str:
         return f"{a.dtype}, not {b.dtype}"
     if not b.numel() or (loose and not b.dtype.is_floating_point):
         return ""
-    a, b = (x.to(torch.complex128) for x in (a, b))
-    apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(nan=float("inf")).max()
-    largest = b.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp(min=1.0)
-    return "" if apart <= BOUNDS[cell.precision] * largest else f"apart by {float(apart):.1e}"
-
-
-def near(a: float, b: float, cell: Cell) -> bool:
-    return abs(a - b) <= BOUNDS[cell.precision] * max(1.0, abs(b))
+    difference = largest_difference(a, b)
+    largest = float(b.to(torch.complex128).abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return "" if difference <= bound * max(1.0, largest) else f"apart by {difference:.1e}"

@@ -2,9 +2,10 @@
 
     pip install --no-deps pytorch_optimizer==4.1.0 schedulefree prodigyopt timm torchvision torchao transformers
 
-The packages are those of the extra ``optimizers``.  Every class is constructed with its defaults but for what ``MADE``
-says, and steps a convolution, a norm and two linear layers.  Every parameter is compared with plain PyTorch's after
-each step: to ``LIMITS``, of the largest one.  What a package rounds to bfloat16 by default is in float64 too.
+The packages are those of the extra ``optimizers``.  Every class is constructed with its defaults but for what
+``BUILDERS`` says, and steps a convolution, a norm and two linear layers.  Every parameter is compared with plain
+PyTorch's after each step: to ``LIMITS``, of the largest one.  What a package rounds to bfloat16 by default is in
+float64 too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from parity import TrainGraph
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 import graphzero as gz
 
@@ -48,124 +50,94 @@ class Model(nn.Module):
         return (out - y).square().mean()
 
 
-def _matrices_apart(model: Model) -> list[dict[str, Any]]:
-    params = list(model.parameters())
-    flags = {True: [p for p in params if p.ndim >= 2], False: [p for p in params if p.ndim < 2]}
-    return [{"params": held, "use_muon": flag} for flag, held in flags.items()]
+def group_matrices(model: Model) -> list[dict[str, Any]]:
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for p in model.parameters():
+        groups[p.ndim >= 2].append(p)
+    return [{"params": params, "use_muon": is_matrix} for is_matrix, params in groups.items()]
 
 
-def _over(base: str, **given: Any) -> Callable[[type, Model], Any]:
-    """An optimizer around one of torch's."""
-    return lambda cls, model: cls(getattr(torch.optim, base)(model.parameters(), lr=1e-2), **given)
-
-
-def _with(**given: Any) -> Callable[[type, Model], Any]:
-    return lambda cls, model: cls(model.parameters(), **given)
-
-
-def _apart(cls: Any, model: Model) -> Any:
-    return cls(_matrices_apart(model))
-
-
-def _of_model(cls: Any, model: Model) -> Any:
-    return cls(model)
-
-
-def _plainly(cls: Any, model: Model) -> Any:
-    return cls(model.parameters())
-
-
-MADE: dict[str, Callable[[Any, Model], Any]] = {
-    **dict.fromkeys(("Muon", "AdaMuon", "AdaGO", "DistributedMuon", "MuonClip", "NorMuon"), _apart),
-    **dict.fromkeys(("AdamMini", "LOMO", "AdaLOMO"), _of_model),
+BUILDERS: dict[str, Callable[[Any, Model], Any]] = {
+    **dict.fromkeys(("Muon", "AdaMuon", "AdaGO", "DistributedMuon", "MuonClip", "NorMuon"),
+                    lambda cls, model: cls(group_matrices(model))),
+    **dict.fromkeys(("AdamMini", "LOMO", "AdaLOMO"), lambda cls, model: cls(model)),
     **dict.fromkeys(("Lookahead", "OrthoGrad", "PCGrad", "SafeFP16Optimizer", "ScheduleFreeWrapper", "TRAC"),
-                    _over("SGD")),
-    "BSAM": _with(num_data=8),
-    "Ranger21": _with(num_iterations=20, lr=1e-2),
+                    lambda cls, model: cls(torch.optim.SGD(model.parameters(), lr=1e-2))),
+    "BSAM": lambda cls, model: cls(model.parameters(), num_data=8),
+    "Ranger21": lambda cls, model: cls(model.parameters(), num_iterations=20, lr=1e-2),
     "transformers.LayerWiseDummyOptimizer": lambda cls, model: cls({}),
 }  # fmt: skip
 
 
-def cases() -> dict[str, tuple[str, Callable[[], dict[str, Any]]]]:
-    """name -> package and what gives the outcome."""
-    found: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {}
+def list_optimizers() -> dict[str, tuple[str, Callable[[], dict[str, Any]]]]:
+    """name -> package and a function that gives the outcome."""
+    optimizers: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {}
     for package, module in PACKAGES.items():
         try:
             published = vars(importlib.import_module(module))
         except ImportError as error:
             print(f"without {package}: {error}", file=sys.stderr)
             continue
-        in_full(package)
-        for name, cls in dict(classes(package, published)).items():
-            known = MADE.get(f"{package}.{name}") or (
-                MADE.get(cls.__name__) if package == "pytorch_optimizer" else None
-            )
-            found[f"optimizers/{package}.{name}"] = (package, partial(judged, partial(known or _plainly, cls)))
-    return found
+        widen_defaults(package)
+        for name, cls in dict(list_classes(package, published)).items():
+            known = BUILDERS.get(cls.__name__) if package == "pytorch_optimizer" else None
+            build = BUILDERS.get(f"{package}.{name}") or known or (lambda cls, model: cls(model.parameters()))
+            optimizers[f"optimizers/{package}.{name}"] = (package, partial(judge, partial(build, cls)))
+    return optimizers
 
 
-def classes(package: str, published: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def list_classes(package: str, published: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Optimizers of a package, each once, and classes that step, though they are none of torch's Optimizer."""
     known: set[Any] = set()
     for name, cls in sorted(published.items()):
-        steps = (
-            inspect.isclass(cls) and callable(getattr(cls, "step", None)) and callable(getattr(cls, "zero_grad", None))
-        )
-        ours = steps and cls.__module__.startswith(package) and cls not in known and not name.startswith("_")
-        if ours and not inspect.isabstract(cls):
+        steps = inspect.isclass(cls) and all(callable(getattr(cls, method, None)) for method in ("step", "zero_grad"))
+        is_own = steps and cls.__module__.startswith(package) and cls not in known and not name.startswith("_")
+        if is_own and not inspect.isabstract(cls):
             known.add(cls)
             yield name, cls
 
 
-def in_full(package: str) -> None:
+def widen_defaults(package: str) -> None:
     """Let products that a package rounds to bfloat16 be in float64: two ways to multiply round apart there."""
     for name, module in list(sys.modules.items()):
         if name.startswith(package):
             for function in filter(inspect.isfunction, list(vars(module).values())):
-                function.__defaults__ = _in_float64(function.__defaults__)
+                defaults = function.__defaults__ or ()
+                if torch.bfloat16 in defaults:
+                    function.__defaults__ = tuple(torch.float64 if x is torch.bfloat16 else x for x in defaults)
 
 
-def _in_float64(defaults: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    return defaults and tuple(torch.float64 if x is torch.bfloat16 else x for x in defaults)
+Build = Callable[[Model], Any]  # the optimizer of a model
 
 
-Make = Callable[[Model], Any]  # the optimizer of a model
-
-
-def _stepping(make: Make, model: Model) -> Any:
-    optimizer = make(model)
-    if hasattr(optimizer, "train") and callable(optimizer.train):  # of the schedule-free ones
+def start_optimizer(build: Build, model: Model) -> Any:
+    optimizer = build(model)
+    if callable(getattr(optimizer, "train", None)):  # of the schedule-free ones
         optimizer.train()
     return optimizer
 
 
-def batches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(8, 2, 4, 4, generator=generator, dtype=dtype), torch.randn(8, 4, generator=generator, dtype=dtype))
-        for _ in range(STEPS)
-    ]
+def draw_batches(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    for _ in range(STEPS):
+        yield draw(8, 2, 4, 4), draw(8, 4)
 
 
-def plain(make: Make, dtype: torch.dtype, parts: int = 1) -> list[Tensor]:
+def train_eagerly(build: Build, dtype: torch.dtype, parts: int = 1) -> list[Tensor]:
     """The parameters after each step of plain PyTorch, whose gradients are summed over ``parts`` of each batch."""
     model = Model().to(dtype)
-    optimizer, after = _stepping(make, model), []
-    for x, y in batches(dtype):
+    optimizer, after = start_optimizer(build, model), []
+    for x, y in draw_batches(dtype):
         optimizer.zero_grad()
-        for one, wanted in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            (model(one, wanted) / parts).backward()
+        for part in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            (model(*part) / parts).backward()
         torch.manual_seed(2)
         optimizer.step()
-        after.append(_values(model))
+        after.append(parameters_to_vector(model.parameters()).detach())
     return after
 
 
-def _values(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
-
-
-def reference(make: Make) -> tuple[torch.dtype, list[Tensor], float]:
+def train_reference(build: Build) -> tuple[torch.dtype, list[Tensor], float]:
     """Plain PyTorch's in float64, or float32 where the optimizer takes only that; and how far one may be from it.
 
     That is ten times what plain PyTorch differs from itself by where it sums gradients in another order: some cast to
@@ -173,24 +145,24 @@ def reference(make: Make) -> tuple[torch.dtype, list[Tensor], float]:
     """
     dtype = torch.float64
     try:
-        want = plain(make, dtype)
+        expected = train_eagerly(build, dtype)
     except Exception:
         dtype = torch.float32
-        want = plain(make, dtype)
-    own = max(map(distance, plain(make, dtype, parts=2), want))
-    return dtype, want, max(LIMITS[dtype], 10 * own)
+        expected = train_eagerly(build, dtype)
+    own = max(map(measure_distance, train_eagerly(build, dtype, parts=2), expected))
+    return dtype, expected, max(LIMITS[dtype], 10 * own)
 
 
-def distance(values: Tensor, want: Tensor) -> float:
-    difference = float((values - want).abs().max() / want.abs().max())
+def measure_distance(values: Tensor, expected: Tensor) -> float:
+    difference = float((values - expected).abs().max() / expected.abs().max())
     return difference if difference == difference else float("inf")
 
 
-def judged(make: Make) -> dict[str, Any]:
+def judge(build: Build) -> dict[str, Any]:
     """The outcome of one class, and its cause or how far it is from plain PyTorch."""
     warnings.simplefilter("ignore")
     try:
-        dtype, want, limit = reference(make)
+        dtype, expected, limit = train_reference(build)
     except Exception as error:
         return {"outcome": "skipped", "cause": f"plain PyTorch: {_first_line(error)}"}
     worst, name = 0.0, str(dtype).removeprefix("torch.")
@@ -198,13 +170,13 @@ def judged(make: Make) -> dict[str, Any]:
         try:
             model = Model().to(dtype)
             place = gz.placement("cpu", range(2), virtual=True)
-            graph = TrainGraph(model, _stepping(make, model), None, stage, place)
-            for step, (x, y) in enumerate(batches(dtype)):
+            graph = TrainGraph(model, start_optimizer(build, model), None, stage, place)
+            for step, (batch, values) in enumerate(zip(draw_batches(dtype), expected, strict=True), 1):
                 torch.manual_seed(2)
-                graph(x, y)
-                worst = max(worst, distance(_values(model), want[step]))
+                graph(*batch)
+                worst = max(worst, measure_distance(parameters_to_vector(model.parameters()).detach(), values))
                 if worst > limit:
-                    cause = f"stage {stage}, step {step + 1}: {worst:.1e} from plain PyTorch in {name}"
+                    cause = f"stage {stage}, step {step}: {worst:.1e} from plain PyTorch in {name}"
                     return {"outcome": "wrong", "cause": cause}
         except gz.GraphZeroError as error:
             return {"outcome": "refused", "cause": _first_line(error)}

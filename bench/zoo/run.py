@@ -15,27 +15,29 @@ One process a model, forked from one that has loaded the packages, with limits o
 
 from __future__ import annotations
 
-import argparse
+import faulthandler
 import functools
 import gc
+import json
+import os
+import pickle
 import re
+import resource
+import signal
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
-from _run import filled, in_child, keep_line, kept_lines, markdown
+from _run import command_parser, format_table, parse_options
 
 from zoo import optimizers, transformers_models, trial
 
 PHASES = ("graph", "export")
-MODELS = (transformers_models.cases, transformers_models.adapters)
+MODELS = (transformers_models.list_architectures, transformers_models.list_adapters)
 ROOT = Path(__file__).resolve().parents[2]
 Record = dict[str, Any]
 OUTCOMES = ("equal", "refused", "crashed", "wrong", "skipped")
@@ -43,152 +45,182 @@ SECONDS, WALL, BYTES = 120, 600, 6 << 30
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--save", default="zoo.jsonl", help="where results are kept, a line for each model")
     parser.add_argument("--only", default="", help="models whose name matches this regular expression")
     parser.add_argument("--again", default="", help="outcomes to try again, joined by commas")
     parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
     parser.add_argument("--summary", action="store_true", help="print the tables of what is kept, and run nothing")
     parser.add_argument("--page", action="store_true", help="write the tables of what is kept into their pages")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    found = kept_lines(options.save)
+    options = parse_options(parser)
+    path = Path(options.save)
+    records = read_records(path)
     if options.summary:
-        print(summary(list(found.values())))
+        print(format_summary(list(records.values())))
         return 0
     if options.page:
-        write_pages(list(found.values()))
+        write_pages(list(records.values()))
         return 0
     trial.load_packages()
     gc.freeze()  # what is loaded is not looked through in every child
     again = set(filter(None, options.again.split(",")))
-    names = [name for name in cases() if re.search(options.only, name)]
+    names = [name for name in list_cases() if re.search(options.only, name)]
     for name in names:
-        before = found.get(name)
-        due = [p for p in options.phases if before is None or before["outcome"] in again or not done(before, p)]
+        before = records.get(name, {})
+        due = [p for p in options.phases if before.get("outcome") in again or not is_done(before, p)]
         if due:
-            found[name] = record = tried(name, due, {} if before is None else before)
-            keep_line(options.save, record)
-            print(line_of(record), flush=True)
-    bad = [record for name, record in found.items() if name in names and record["outcome"] in ("wrong", "crashed")]
-    return 1 if bad else 0
+            records[name] = record = try_case(name, due, before)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+            print(format_record(record), flush=True)
+    return int(any(records[name]["outcome"] in ("wrong", "crashed") for name in names if name in records))
 
 
-@dataclass(frozen=True)
-class Case:
-    """judged, exported: what gives the outcome here, and torch.export's."""
+def read_records(path: Path) -> dict[str, Record]:
+    """The last record of each name in a file of a JSON record a line."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {record["name"]: record for record in map(json.loads, lines)}
+
+
+class Case(NamedTuple):
+    """judge, try_export: functions that give the outcome here, and torch.export's."""
 
     family: str
-    judged: Callable[[], Record]
-    exported: Callable[[], Record] | None = None
+    judge: Callable[[], Record]
+    try_export: Callable[[], Record] | None = None
 
 
 @functools.cache
-def cases() -> dict[str, Case]:
+def list_cases() -> dict[str, Case]:
     """Those of the packages that are installed, by name."""
-    found: dict[str, Case] = {}
-    for part in MODELS:
+    cases: dict[str, Case] = {}
+    for list_models in MODELS:
         try:
-            for name, (family, make) in part().items():
-                found[name] = Case(family, partial(trial.judged, make), partial(trial.exported, make))
+            for name, (family, build) in list_models().items():
+                cases[name] = Case(family, partial(trial.judge, build), partial(trial.try_export, build))
         except ImportError as error:
-            print(f"without {part.__name__}: {error}")
-    return found | {name: Case(*facts) for name, facts in optimizers.cases().items()}
+            print(f"without {list_models.__name__}: {error}")
+    return cases | {name: Case(*facts) for name, facts in optimizers.list_optimizers().items()}
 
 
-def done(record: dict[str, Any], phase: str) -> bool:
-    if record["outcome"] == "skipped" or (phase == "export" and is_optimizer(record)):
+def is_done(record: Mapping[str, Any], phase: str) -> bool:
+    if record.get("outcome") == "skipped" or (record and phase == "export" and is_optimizer(record)):
         return True
-    return "outcome" in record if phase == "graph" else phase in record
+    return ("outcome" if phase == "graph" else phase) in record
 
 
-def tried(name: str, phases: Sequence[str], before: dict[str, Any]) -> dict[str, Any]:
-    case = cases()[name]
+def try_case(name: str, phases: Sequence[str], before: Mapping[str, Any]) -> Record:
+    case = list_cases()[name]
     known = {key: value for key, value in before.items() if "graph" not in phases or key.startswith("export")}
-    record: dict[str, Any] = {**known, "name": name, "family": case.family}
+    record: Record = {**known, "name": name, "family": case.family}
     if "graph" in phases:
-        record |= forked(case.judged)
-    if "export" in phases and record.get("outcome") != "skipped" and case.exported is not None:
-        got = forked(case.exported)
-        record |= {key: value for key, value in got.items() if key.startswith("export")}
-        if "export" not in got:
-            record |= {"export": "failed", "export_cause": got.get("cause", "")}
+        record |= run_in_child(case.judge)
+    if "export" in phases and record.get("outcome") != "skipped" and case.try_export is not None:
+        exported = run_in_child(case.try_export)
+        exported.setdefault("export", "failed")
+        exported.setdefault("export_cause", exported.get("cause", ""))
+        record |= {key: value for key, value in exported.items() if key.startswith("export")}
     return record
 
 
-def forked(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Result of ``work`` in a process of its own, with the resources used; or how the process ended."""
-
-    def attempt() -> dict[str, Any]:
+def run_in_child(function: Callable[[], Record]) -> Record:
+    """Result of ``function`` in a process that is forked from this one, with the resources used; or how it ended."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
         try:
-            return work()
-        except BaseException as error:
-            return {"outcome": "crashed", **trial.described(error)}
+            _limit_child()
+            with os.fdopen(writer, "wb") as pipe:
+                pipe.write(pickle.dumps(_try_function(function)))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        result = pipe.read()
+    _, status, used = os.wait4(child, 0)
+    resources = {"cpu_s": round(used.ru_utime + used.ru_stime, 2), "peak_mb": used.ru_maxrss >> 10}
+    if not status:
+        return pickle.loads(result) | resources
+    number = os.WTERMSIG(status)
+    ends = {signal.SIGALRM: f"more than {WALL} s", signal.SIGXCPU: f"more than {SECONDS} s of processor time"}
+    cause = ends.get(number, f"killed by {signal.Signals(number).name}") if number else "no result"
+    return {"outcome": "crashed", "cause": cause, "message": "", **resources}
 
-    got, end, used = in_child(attempt, WALL, SECONDS, BYTES)
-    got = got or {"outcome": "crashed", "cause": end, "message": ""}
-    return got | {"cpu_s": round(used.ru_utime + used.ru_stime, 2), "peak_mb": used.ru_maxrss >> 10}
+
+def _limit_child() -> None:
+    faulthandler.disable()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(WALL)
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, -1))
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, -1))
+    for stream in (0, 1, 2):
+        os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+
+
+def _try_function(function: Callable[[], Record]) -> Record:
+    try:
+        return function()
+    except BaseException as error:
+        return {"outcome": "crashed", **trial.describe_error(error)}
 
 
 # ---- lines and tables of what is kept
 
 
-def line_of(record: Record) -> str:
+def format_record(record: Record) -> str:
     cause = record.get("cause") or f"loss {record.get('loss', 0):.0e}, state {record.get('state', 0):.0e}"
     peer = f"export: {record['export']}" if "export" in record else ""
     return f"{record['outcome']:8} {record.get('cpu_s', 0):5.1f} s  {record['name']}  {cause[:150]}  {peer}"
 
 
-def is_optimizer(record: Record) -> bool:
+def is_optimizer(record: Mapping[str, Any]) -> bool:
     return record["name"].startswith("optimizers/")
 
 
-def summary(records: Sequence[Record]) -> str:
+def format_summary(records: Sequence[Record]) -> str:
     """Counts by family, what torch.export takes, and what was not equal by cause."""
-    return "\n\n".join(tables_of(records).values())
+    return "\n\n".join(format_tables(records).values())
 
 
-def tables_of(records: Sequence[Record]) -> dict[tuple[str, str], str]:
+def format_tables(records: Sequence[Record]) -> dict[tuple[str, str], str]:
     """By the page and the name that a table has there."""
-    models = [record for record in records if not is_optimizer(record)]
-    ours = [record for record in records if is_optimizer(record)]
-    tables = (
-        {("docs/models.md", table.__name__): table(models) for table in (families, shares, causes)} if models else {}
-    )
-    pages = {("docs/optimizers.md", "optimizers"): families, ("bench/results/optimizers.md", "outcomes"): outcomes}
-    return tables | ({key: table(ours) for key, table in pages.items()} if ours else {})
+    tables = {}
+    for (page, name), format_records in TABLES.items():
+        of_optimizers = page != "docs/models.md"
+        if chosen := [record for record in records if is_optimizer(record) == of_optimizers]:
+            tables[page, name] = format_records(chosen)
+    return tables
 
 
 def write_pages(records: Sequence[Record]) -> None:
-    """Put each table between its two lines of its page."""
-    for (page, name), table in tables_of(records).items():
-        path = ROOT / page
-        path.write_text(filled(path.read_text(), "zoo/run.py", name, table))
+    """Put each table between the line that names it and the end line after that, in its page."""
+    for (page, name), table in format_tables(records).items():
+        before, rest = (ROOT / page).read_text().split(begin := f"<!-- bench/zoo/run.py writes: {name} -->\n")
+        (ROOT / page).write_text(f"{before}{begin}{table}\n{END}{rest.split(END, 1)[1]}")
 
 
-def families(records: Sequence[Record]) -> str:
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for record in records:
-        for row in (record["family"], "all"):
-            counts[row][record["outcome"]] += 1
-    rows = [
-        [family, *(counts[family][outcome] for outcome in OUTCOMES)] for family in sorted(counts) if family != "all"
-    ]
-    return markdown(["family", *OUTCOMES], [*rows, ["all", *(counts["all"][outcome] for outcome in OUTCOMES)]])
+def format_families(records: Sequence[Record]) -> str:
+    counts = Counter((row, record["outcome"]) for record in records for row in (record["family"], "all"))
+    families = sorted({record["family"] for record in records})
+    rows = [[family, *(counts[family, outcome] for outcome in OUTCOMES)] for family in (*families, "all")]
+    return format_table(["family", *OUTCOMES], rows)
 
 
-def shares(records: Sequence[Record]) -> str:
+def format_shares(records: Sequence[Record]) -> str:
     """Of the models whose forward torch.export takes, how many train here; and the other way round."""
-    asked = [record for record in records if record["outcome"] != "skipped" and "export" in record]
-    taken = [record for record in asked if record["export"] == "taken"]
-    equal = [record for record in taken if record["outcome"] == "equal"]
-    more = [record for record in asked if record["export"] != "taken" and record["outcome"] == "equal"]
-    share = f"{100 * len(equal) / len(taken):.1f} %" if taken else "-"
+    counts = Counter(
+        (record["export"] == "taken", record["outcome"] == "equal")
+        for record in records
+        if record["outcome"] != "skipped" and "export" in record
+    )
+    taken = counts[True, True] + counts[True, False]
+    share = f"{100 * counts[True, True] / taken:.1f} %" if taken else "-"
     head = ["models asked", "torch.export takes", "of these equal here", "share", "equal here, not taken"]
-    return markdown(head, [[len(asked), len(taken), len(equal), share, len(more)]])
+    return format_table(head, [[counts.total(), taken, counts[True, True], share, counts[False, True]]])
 
 
-def causes(records: Sequence[Record]) -> str:
+def format_causes(records: Sequence[Record]) -> str:
     """Models refused, crashed or wrong, by cause, with torch.export's outcome for the same models."""
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
@@ -197,26 +229,34 @@ def causes(records: Sequence[Record]) -> str:
     rows = []
     for (outcome, cause), members in sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1]))):
         taken = f"{sum(m.get('export') == 'taken' for m in members)} of {sum('export' in m for m in members)}"
-        rows.append([_cell(cause), outcome, len(members), taken, _names(members)])
-    return markdown(["cause", "outcome", "models", "torch.export takes", "which"], rows)
+        rows.append([_format_cell(cause), outcome, len(members), taken, _list_names(members)])
+    return format_table(["cause", "outcome", "models", "torch.export takes", "which"], rows)
 
 
-def outcomes(records: Sequence[Record]) -> str:
+def format_outcomes(records: Sequence[Record]) -> str:
     """Each optimizer, with its cause or how far it is from plain PyTorch."""
-    rows = [(record["outcome"], record["name"].removeprefix("optimizers/"), record["cause"]) for record in records]
-    rows.sort(key=lambda row: (OUTCOMES.index(row[0]), row[1]))
-    return markdown(
-        ["optimizer", "outcome", "cause, or distance"], [(name, one, _cell(cause)) for one, name, cause in rows]
-    )
+    ordered = sorted(records, key=lambda record: (OUTCOMES.index(record["outcome"]), record["name"]))
+    rows = [[r["name"].removeprefix("optimizers/"), r["outcome"], _format_cell(r["cause"])] for r in ordered]
+    return format_table(["optimizer", "outcome", "cause, or distance"], rows)
 
 
-def _cell(text: str) -> str:
+def _format_cell(text: str) -> str:
     return text.replace("|", "/")[:140]
 
 
-def _names(members: Sequence[Record], limit: int = 6) -> str:
+def _list_names(members: Sequence[Record], limit: int = 6) -> str:
     names = [member["name"].removeprefix("transformers/") for member in members]
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+TABLES: dict[tuple[str, str], Callable[[Sequence[Record]], str]] = {
+    ("docs/models.md", "families"): format_families,
+    ("docs/models.md", "shares"): format_shares,
+    ("docs/models.md", "causes"): format_causes,
+    ("docs/optimizers.md", "optimizers"): format_families,
+    ("bench/results/optimizers.md", "outcomes"): format_outcomes,
+}
+END = "<!-- up to here -->\n"
 
 
 if __name__ == "__main__":

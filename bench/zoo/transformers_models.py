@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
+from models import build_transformer
 
 from zoo.inputs import BATCH, LENGTH, Batch, Losses
 from zoo.tiny_configs import LEVELS, tiny
@@ -34,36 +37,26 @@ TRIES = 6
 LARGEST = 20_000_000  # parameters
 
 
-def cases() -> dict[str, tuple[str, Callable[[], Trial]]]:
-    """name -> family and how the trial is made."""
+Builders = dict[str, tuple[str, Callable[[], Trial]]]  # name -> family and a function that makes the trial
+
+
+def list_architectures() -> Builders:
     from transformers.models.auto import modeling_auto
 
-    def mapping(family: str) -> dict[str, Any]:
-        name = "MODEL_MAPPING_NAMES" if family == "BASE" else f"MODEL_FOR_{family}_MAPPING_NAMES"
-        return dict(getattr(modeling_auto, name, {}))
-
-    found: dict[str, tuple[str, Callable[[], Trial]]] = {}
-    seen: set[str] = set()
-
-    def take(kind: str, classes: Any, family: str) -> None:
-        name = classes if isinstance(classes, str) else classes[0]
-        seen.add(kind)
-        found.setdefault(
-            f"transformers/{kind}/{name}",
-            (f"transformers: {family.lower().replace('_', ' ')}", lambda: trial(kind, name)),
-        )
-
-    for family in FAMILIES:
-        for kind, classes in mapping(family).items():
-            if kind not in seen:
-                take(kind, classes, family)
-    for family in ALSO:
-        for kind, classes in list(mapping(family).items())[:EACH]:
-            take(kind, classes, family)
-    return found
+    builders: Builders = {}
+    kinds: set[str] = set()
+    for family, most in (*((family, None) for family in FAMILIES), *((family, EACH) for family in ALSO)):
+        mapping = "MODEL_MAPPING_NAMES" if family == "BASE" else f"MODEL_FOR_{family}_MAPPING_NAMES"
+        for kind, classes in islice(getattr(modeling_auto, mapping, {}).items(), most):
+            if most is not None or kind not in kinds:
+                name = classes if isinstance(classes, str) else classes[0]
+                about = f"transformers: {family.lower().replace('_', ' ')}"
+                kinds.add(kind)
+                builders.setdefault(f"transformers/{kind}/{name}", (about, partial(build_trial, kind, name)))
+    return builders
 
 
-def trial(kind: str, name: str) -> Trial:
+def build_trial(kind: str, name: str) -> Trial:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -72,17 +65,16 @@ def trial(kind: str, name: str) -> Trial:
         model_class = getattr(transformers, name)
     except Exception as error:
         raise Skip(f"the package has no {kind}: {error}") from error
-    first: Exception | None = None
+    errors = []
     for level in range(len(LEVELS)):
         try:
-            return fitted(model_class, name, tiny(config_class, level))
+            return fit_trial(model_class, name, tiny(config_class, level))
         except Exception as error:
-            first = first or error
-    assert first is not None
-    raise first
+            errors.append(error)
+    raise errors[0]
 
 
-def fitted(model_class: Any, name: str, config: Any) -> Trial:
+def fit_trial(model_class: Any, name: str, config: Any) -> Trial:
     """The model of this configuration, with inputs that it takes."""
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
@@ -98,27 +90,18 @@ def fitted(model_class: Any, name: str, config: Any) -> Trial:
     model = model_class(config)
     batch = Batch(name, model, config)
     module = Losses(model, batch.constants)
-    first: Exception | None = None
+    errors = []
     for _ in range(TRIES):
-        error = tried(module, batch)
-        if error is None:
+        seed(0)
+        inputs = {name: x.to(torch.get_default_dtype()) if x.is_floating_point() else x for name, x in batch(0).items()}
+        try:
+            module.train()(**inputs)
             return Trial(module, batch)
-        first = first or error
-        if not batch.fit(error) and not batch.words_only():
+        except Exception as error:
+            errors.append(error)
+        if not batch.fit(errors[-1]) and not batch.words_only():
             break
-    assert first is not None
-    raise first
-
-
-def tried(module: Losses, batch: Batch) -> Exception | None:
-    """What the model says to the batch."""
-    seed(0)
-    drawn = {name: x.to(torch.get_default_dtype()) if x.is_floating_point() else x for name, x in batch(0).items()}
-    try:
-        module.train()(**drawn)
-    except Exception as error:
-        return error
-    return None
+    raise errors[0]
 
 
 # ---- adapters of peft
@@ -131,6 +114,7 @@ ARGUMENTS: dict[str, Any] = {
     "vector_length": 8,
     "boft_block_size": 4, "group_size": 4,
 }  # fmt: skip
+LEFT_OUT = ("LORA", "XLORA", "CPT")
 EXTRA: dict[str, dict[str, Any]] = {
     "IA3": {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
     "LN_TUNING": {"target_modules": ["input_layernorm", "norm"]},
@@ -147,39 +131,29 @@ LORA: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def adapters() -> dict[str, tuple[str, Callable[[], Trial]]]:
+def list_adapters() -> Builders:
     """Every kind of adapter of peft over a small Llama."""
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as CONFIGS
 
-    found: dict[str, tuple[str, Callable[[], Trial]]] = {}
-    for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items():
-        name = str(getattr(kind, "value", kind))
-        if name not in ("LORA", "XLORA", "CPT"):
-            found[f"peft/{name.lower()}"] = (
-                "peft",
-                lambda config=config, name=name: adapted(config, EXTRA.get(name, {})),
-            )
-    config = PEFT_TYPE_TO_CONFIG_MAPPING["LORA"]
-    for name, extra in LORA.items():
-        found[f"peft/{name}"] = ("peft", lambda config=config, extra=extra: adapted(config, extra))
-    return found
+    names = {str(getattr(kind, "value", kind)): config for kind, config in CONFIGS.items()}
+    adapters = {name.lower(): (config, EXTRA.get(name, {})) for name, config in names.items() if name not in LEFT_OUT}
+    adapters |= {name: (CONFIGS["LORA"], extra) for name, extra in LORA.items()}
+    return {f"peft/{name}": ("peft", partial(build_adapter, *facts)) for name, facts in adapters.items()}
 
 
-def adapted(config_class: Any, extra: dict[str, Any]) -> Trial:
+def build_adapter(config_class: Any, extra: dict[str, Any]) -> Trial:
     import peft
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     taken = inspect.signature(config_class).parameters
     config = config_class(**{k: v for k, v in ARGUMENTS.items() if k in taken} | extra)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=4, max_position_embeddings=64, use_cache=False,
-        )
+    module = build_transformer(
+        "LlamaForCausalLM", lambda model: Losses(peft.get_peft_model(model, config), {}),
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=64, use_cache=False,
     )  # fmt: skip
 
     def draw(step: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(4, 96, (BATCH, LENGTH))
         return {"input_ids": ids, "labels": ids}
 
-    return Trial(Losses(peft.get_peft_model(model, config), {}), draw)
+    return Trial(module, draw)

@@ -8,15 +8,16 @@ float64 as well, in both, so that rounding cannot hide what is wrong.
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import math
 import os
 import random
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -25,9 +26,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
 
 import numpy as np
 import torch
+from _run import default_dtype
+from models import allow_split_groups
+from parity import largest_difference
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import graphzero as gz
 
@@ -43,6 +47,12 @@ class Skip(Exception):
     """The model does not run in plain PyTorch as it is made here; the text says why."""
 
 
+def train_module(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = module(**batch)
+    loss.backward()
+    return loss
+
+
 @dataclass
 class Trial:
     """A model, its data, and how it is trained.
@@ -53,20 +63,17 @@ class Trial:
 
     module: nn.Module
     batch: Callable[[int], dict[str, Tensor]]
-    train: Callable[[nn.Module, dict[str, Tensor]], Any] = field(default=lambda module, batch: descend(module, batch))
+    train: Callable[[nn.Module, dict[str, Tensor]], Any] = train_module
 
 
-def descend(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    loss: Tensor = module(**batch)
-    loss.backward()
-    return loss
+Build = Callable[[], Trial]
 
 
-def adamw(module: nn.Module) -> torch.optim.AdamW:
+def build_optimizer(module: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=RATE, eps=EPSILON)
 
 
-_NARROW = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 class Wide(TorchFunctionMode):
@@ -77,27 +84,19 @@ class Wide(TorchFunctionMode):
             return args[0].double()
         if func is Tensor.type and len(args) > 1 and args[1] in ("torch.FloatTensor", torch.FloatTensor):
             return args[0].double()
-        return func(*tree_map(_wide, args), **tree_map(_wide, kwargs or {}))
+        return func(*tree_map(_widen, args), **tree_map(_widen, kwargs or {}))
 
 
-def _wide(x: Any) -> Any:
-    return _NARROW.get(x, x) if isinstance(x, torch.dtype) else x
+def _widen(x: Any) -> Any:
+    return _WIDE.get(x, x) if isinstance(x, torch.dtype) else x
 
 
 @contextmanager
-def measured() -> Iterator[None]:
+def in_float64() -> Iterator[None]:
     """Context of a trial: float64, no warnings, code that computes in float32 widened."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
+    with default_dtype(torch.float64), warnings.catch_warnings(), products_in_float64(), Wide():
         warnings.simplefilter("ignore")
-        stack.enter_context(products_in_float64())
-        stack.enter_context(Wide())
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
+        yield
 
 
 def seed(number: int) -> None:
@@ -106,10 +105,10 @@ def seed(number: int) -> None:
     np.random.seed(number)
 
 
-def made(make: Callable[[], Trial]) -> Trial:
+def prepare(build: Build) -> Trial:
     """The trial, in float64, without random drops, always with the same parameters."""
     seed(0)
-    trial = make()
+    trial = build()
     trial.module.double().train()
     for module in trial.module.modules():
         for name, value in list(vars(module).items()):
@@ -119,66 +118,62 @@ def made(make: Callable[[], Trial]) -> Trial:
 
 
 @dataclass(frozen=True)
-class Run:
+class Training:
     """Results of three steps: losses (trees, flat) and the module's state."""
 
     losses: list[float]
     state: dict[str, Tensor]
 
 
-def eager(make: Callable[[], Trial], perturbed: float = 0.0, draws: int = 0) -> Run:
-    trial = made(make)
-    if perturbed:
-        generator = torch.Generator().manual_seed(draws)
-        with torch.no_grad():
-            for p in trial.module.parameters():
-                p.mul_(1 + perturbed * (2 * torch.rand(p.shape, generator=generator) - 1))
-    optimizer = adamw(trial.module)
+def train(trial: Trial, step: Callable[[dict[str, Tensor]], Any]) -> Training:
     losses: list[float] = []
-    for step in range(STEPS):
-        batch = batch_of(trial, step)
-        seed(1000 + draws)
-        optimizer.zero_grad()
-        losses += numbers(trial.train(trial.module, batch))
-        optimizer.step()
-    return Run(losses, state_of(trial.module))
+    for number in range(STEPS):
+        outputs = tree_leaves(step(draw_batch(trial, number)))
+        losses += [float(x.detach()) for x in outputs if isinstance(x, Tensor) and x.numel() == 1]
+    state = trial.module.state_dict().items()
+    return Training(losses, {name: x.detach().clone() for name, x in state if isinstance(x, Tensor)})
 
 
-def batch_of(trial: Trial, step: int) -> dict[str, Tensor]:
+def draw_batch(trial: Trial, step: int) -> dict[str, Tensor]:
     seed(step)
     return {name: x.double() if x.is_floating_point() else x for name, x in trial.batch(step).items()}
 
 
-class Step(gz.Graph):
+def train_eagerly(build: Build, perturbed: float = 0.0, draws: int = 0) -> Training:
+    trial = prepare(build)
+    generator = torch.Generator().manual_seed(draws)
+    with torch.no_grad():
+        for p in trial.module.parameters() if perturbed else ():
+            p.mul_(1 + perturbed * (2 * torch.rand(p.shape, generator=generator) - 1))
+    optimizer = build_optimizer(trial.module)
+
+    def step(batch: dict[str, Tensor]) -> Any:
+        seed(1000 + draws)
+        optimizer.zero_grad()
+        outputs = trial.train(trial.module, batch)
+        optimizer.step()
+        return outputs
+
+    return train(trial, step)
+
+
+class TrialGraph(gz.Graph):
     """A trial's step on virtual ranks."""
 
     def __init__(self, trial: Trial) -> None:
         super().__init__(gz.placement("cpu", range(RANKS), virtual=True))
         self.module = trial.module
         self.train_step = trial.train
-        self.add_optimizer(adamw(trial.module))
+        self.add_optimizer(build_optimizer(trial.module))
         self.config.enable_zero(True, stage=3)
 
     def build(self, batch: dict[str, Tensor]) -> Any:
         return self.train_step(self.module, batch)
 
 
-def graph(make: Callable[[], Trial]) -> Run:
-    trial = made(make)
-    step = Step(trial)
-    losses: list[float] = []
-    for number in range(STEPS):
-        losses += numbers(step(batch_of(trial, number)))
-    return Run(losses, state_of(trial.module))
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: x.detach().clone() for name, x in module.state_dict().items() if isinstance(x, Tensor)}
-
-
-def numbers(found: Any) -> list[float]:
-    leaves = torch.utils._pytree.tree_leaves(found)
-    return [float(leaf.detach()) for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() == 1]
+def train_graph(build: Build) -> Training:
+    trial = prepare(build)
+    return train(trial, TrialGraph(trial))
 
 
 @dataclass(frozen=True)
@@ -187,78 +182,70 @@ class Distance:
     state: float
     where: str
 
+    def is_within(self, growth_of_loss: float, growth_of_state: float) -> bool:
+        return self.loss <= max(LOSS_BOUND, growth_of_loss) and self.state <= max(STATE_BOUND, growth_of_state)
 
-def distance(one: Run, other: Run) -> Distance:
+
+def measure_distance(training: Training, expected: Training) -> Distance:
     """The largest difference of a loss, relative to one, and of an element of the state."""
-    loss = max((abs(a - b) / max(1.0, abs(b)) for a, b in zip(one.losses, other.losses, strict=True)), default=0.0)
-    if any(a != a and b == b for a, b in zip(one.losses, other.losses, strict=True)):
-        loss = float("inf")
+    losses = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(training.losses, expected.losses, strict=True)]
+    loss = max((math.inf if math.isnan(x) else x for x in losses), default=0.0)
     worst, where = 0.0, ""
-    for name, wanted in other.state.items():
-        found = one.state[name]
-        if found.shape != wanted.shape:
-            return Distance(loss, float("inf"), f"{name}: {tuple(found.shape)}, not {tuple(wanted.shape)}")
-        if not wanted.numel():
-            continue
-        apart = (found.to(torch.complex128) - wanted.to(torch.complex128)).abs()
-        apart = torch.where(found.isnan() & wanted.isnan() | (found == wanted), 0.0, apart).nan_to_num(nan=float("inf"))
-        if float(apart.max()) > worst:
-            worst, where = float(apart.max()), name
+    for name, x in expected.state.items():
+        own = training.state[name]
+        if own.shape != x.shape:
+            return Distance(loss, math.inf, f"{name}: {tuple(own.shape)}, not {tuple(x.shape)}")
+        worst, where = max((worst, where), (largest_difference(own, x), name), key=lambda pair: pair[0])
     return Distance(loss, worst, where)
 
 
-def judged(make: Callable[[], Trial]) -> dict[str, Any]:
+def judge(build: Build) -> dict[str, Any]:
     """The outcome on one model, with its figures."""
-    with measured():
+    with in_float64():
         try:
-            wanted = eager(make)
+            expected = train_eagerly(build)
         except Exception as error:
-            return {"outcome": "skipped", **described(error)}
-        if not all(abs(x) < 1e30 for x in wanted.losses):
-            return {"outcome": "skipped", "cause": "the loss in eager is not finite", "message": str(wanted.losses)}
-        if not wanted.losses:
+            return {"outcome": "skipped", **describe_error(error)}
+        if not all(abs(x) < 1e30 for x in expected.losses):
+            return {"outcome": "skipped", "cause": "the loss in eager is not finite", "message": str(expected.losses)}
+        if not expected.losses:
             return {"outcome": "skipped", "cause": "there is no loss", "message": ""}
         try:
-            found = graph(make)
+            distance = measure_distance(train_graph(build), expected)
         except gz.GraphZeroError as error:
-            return {"outcome": "refused", **described(error)}
+            return {"outcome": "refused", **describe_error(error)}
         except Exception as error:
-            return {"outcome": "crashed", **described(error)}
-        apart = distance(found, wanted)
-        facts: dict[str, Any] = {"loss": apart.loss, "state": apart.state, "where": apart.where}
-        if apart.loss <= LOSS_BOUND and apart.state <= STATE_BOUND:
-            return {"outcome": "equal", **facts}
-        if eager(make, draws=1).losses != wanted.losses:
+            return {"outcome": "crashed", **describe_error(error)}
+        figures: dict[str, Any] = {"loss": distance.loss, "state": distance.state, "where": distance.where}
+        if distance.is_within(0.0, 0.0):
+            return {"outcome": "equal", **figures}
+        if train_eagerly(build, draws=1).losses != expected.losses:
             return {"outcome": "skipped", "cause": "draws random numbers, which a Graph draws otherwise", "message": ""}
-        grown = [distance(eager(make, perturbed=2.0**-52, draws=n), wanted) for n in range(3)]
-        facts |= {"grown_loss": max(g.loss for g in grown), "grown_state": max(g.state for g in grown)}
-        within = apart.loss <= max(LOSS_BOUND, GROWTH * facts["grown_loss"]) and apart.state <= max(
-            STATE_BOUND, GROWTH * facts["grown_state"]
-        )
-        cause = f"loss {apart.loss:.0e}, state {apart.state:.0e} in {apart.where}"
-        if not within:
-            return {"outcome": "wrong", "cause": cause, **facts}
-        if max(apart.loss, apart.state) > TELLING:
+        grown = [measure_distance(train_eagerly(build, perturbed=2.0**-52, draws=n), expected) for n in range(3)]
+        figures |= {"grown_loss": max(one.loss for one in grown), "grown_state": max(one.state for one in grown)}
+        cause = f"loss {distance.loss:.0e}, state {distance.state:.0e} in {distance.where}"
+        if not distance.is_within(GROWTH * figures["grown_loss"], GROWTH * figures["grown_state"]):
+            return {"outcome": "wrong", "cause": cause, **figures}
+        if max(distance.loss, distance.state) > TELLING:
             return {"outcome": "skipped", "cause": "amplifies rounding so much that nothing is told", "message": cause}
-        return {"outcome": "equal", **facts}
+        return {"outcome": "equal", **figures}
 
 
-def exported(make: Callable[[], Trial]) -> dict[str, Any]:
+def try_export(build: Build) -> dict[str, Any]:
     """Whether torch.export takes the forward, of the inputs and in the dtypes that a Graph is given."""
     try:
-        with measured():
-            trial = made(make)
-            torch.export.export(trial.module, (), batch_of(trial, 0), strict=False)
+        with in_float64():
+            trial = prepare(build)
+            torch.export.export(trial.module, (), draw_batch(trial, 0), strict=False)
     except Exception as error:
-        return {"export": "refused", "export_cause": described(error)["cause"]}
+        return {"export": "refused", "export_cause": describe_error(error)["cause"]}
     return {"export": "taken"}
 
 
-def described(error: BaseException) -> dict[str, str]:
+def describe_error(error: BaseException) -> dict[str, str]:
     """An error's cause, without names and numbers, so that equal ones count together, and its text."""
     text = str(error).strip()
-    first = text.splitlines()[0] if text else ""
-    cause = re.sub(r"'[^']*'|\"[^\"]*\"|`[^`]*`", "'...'", first)
+    cause = re.sub(r"'[^']*'|\"[^\"]*\"|`[^`]*`", "'...'", text.partition("\n")[0])
     cause = re.sub(r"\d+", "N", cause)
     return {"cause": f"{type(error).__name__}: {cause[:160]}", "message": text[:1500]}
 
@@ -277,47 +264,29 @@ _OPS: list[torch.library.Library] = []
 def load_packages() -> None:
     declare_torchvision_ops()
     for name in USUAL:
-        if importlib.util.find_spec(name.partition(".")[0]):
+        if find_spec(name.partition(".")[0]):
             importlib.import_module(name)
-    if importlib.util.find_spec("transformers"):
-        name_rules()
+    if find_spec("transformers"):
+        allow_split_groups()
 
 
-def name_rules() -> None:
-    """How transformers' own product of groups may be split; see ``products_in_float64``."""
-    forward, backward = torch.ops.transformers.grouped_mm_fallback, torch.ops.transformers.grouped_mm_fallback_backward
-    gz.sbp.rule(forward.default, "_k,_kn,~_->_n")
-    gz.sbp.rule(backward.default, "~_k,~_kn,~_,_n->_k:123,_kn:023")
-
-
-@contextmanager
-def products_in_float64() -> Iterator[None]:
+def products_in_float64() -> AbstractContextManager[Any]:
     """torch's product of groups takes no float64; transformers' own op stands in, for plain PyTorch too."""
-    if importlib.util.find_spec("transformers") is None:
-        yield
-        return
-    from transformers.integrations import moe
-
-    with patch.object(moe, "_can_use_grouped_mm", lambda *args: False):
-        yield
-
-
-def _compiled() -> bool:
-    """Whether torchvision's own ops load; PyPI's are built for CUDA."""
-    try:
-        import torchvision
-    except Exception:
-        return False
-    return bool(torchvision.extension._has_ops())
+    if find_spec("transformers") is None:
+        return nullcontext()
+    return patch("transformers.integrations.moe._can_use_grouped_mm", lambda *args: False)
 
 
 def declare_torchvision_ops() -> None:
     """Where torchvision's compiled ops do not load, declare the two that it registers, so that the package loads.
 
-    No classifier or segmentation model calls them.
+    PyPI's are built for CUDA.  No classifier or segmentation model calls them.
     """
-    if importlib.util.find_spec("torchvision") is None or _compiled():
+    if find_spec("torchvision") is None:
         return
+    with suppress(Exception):
+        if importlib.import_module("torchvision").extension._has_ops():
+            return
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
     library = torch.library.Library("torchvision", "FRAGMENT")

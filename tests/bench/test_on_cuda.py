@@ -27,23 +27,23 @@ def test_its_systems_compute_the_same_loss():
     ours, *others = (on_cuda.measure(system, "fp32", shape, 1, device="cpu") for system in systems)
     for other in others:
         assert other["loss"] == pytest.approx(ours["loss"], rel=1e-5)
-    assert ours["planned"] > 0 and len(on_cuda.row("", ours, 1.0, 16)) == len(on_cuda.HEAD)
+    assert ours["planned"] > 0 and len(on_cuda.format_row("", ours, 1.0, 16)) == len(on_cuda.HEAD)
 
 
 def test_a_system_that_fails_or_takes_too_long_is_a_row_that_says_so(monkeypatch, capsys):
     import on_cuda
 
-    def fresh(script, *words, seconds):
-        system = words[1]
+    def fresh(function, system, *how, seconds):
+        assert function is on_cuda.measure
         if system == on_cuda.BASE:
             return {"ms": 2.0, "loss": 1.0, "planned": None, "peak": 1, "requested": 1, "reserved": 1}
         if "CUDA graph" in system:
-            raise subprocess.TimeoutExpired(script, seconds)
+            raise TimeoutError
         if system == "graphzero":
             return {"ms": 1.0, "loss": 1.0, "planned": 1, "peak": 1, "requested": 1, "reserved": 1}
-        raise RuntimeError("on_cuda.py failed:\nTraceback ...\nOutOfMemoryError: no room")
+        raise RuntimeError("a process failed:\nTraceback ...\nOutOfMemoryError: no room")
 
-    monkeypatch.setattr(on_cuda, "in_fresh_process", fresh)
+    monkeypatch.setattr(on_cuda, "run_in_fresh_process", fresh)
     shape = on_cuda.GPT2["124M"]
     options = SimpleNamespace(
         size="124M",
@@ -55,7 +55,7 @@ def test_a_system_that_fails_or_takes_too_long_is_a_row_that_says_so(monkeypatch
         minutes=1.0,
         kernels=0,
     )
-    rows = on_cuda.table(options, shape)
+    rows = on_cuda.measure_rows(options, shape)
     assert len(rows) == len(on_cuda.SYSTEMS)
     found = {label.removesuffix(", bf16"): cells for label, *cells in rows}
     assert found["graphzero"][:2] == ["1.00", "0.500"]
@@ -63,4 +63,4 @@ def test_a_system_that_fails_or_takes_too_long_is_a_row_that_says_so(monkeypatch
     assert found["graphzero + inductor"][0] == "OutOfMemoryError: no room"
     assert capsys.readouterr().out.count('{"row"') == len(rows)
     options.minutes = 0.0
-    assert not on_cuda.table(options, shape)
+    assert not on_cuda.measure_rows(options, shape)

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from _run import on_gloo
-from layouts import LAYOUTS, STAGES, graph_of, reference, train
-from parity import STEPS, Trained, difference, same_bits
+from _run import run_on_gloo
+from layouts import LAYOUTS, STAGES, build_graph, train_eagerly, train_graph
+from parity import STEPS, Trained, compare_trainings, have_same_bits
 
 
 def trained(model: str, optimizer: str, stage: int, ranks: int, dtype: torch.dtype = torch.float64) -> Trained:
-    graph = graph_of(model, LAYOUTS[f"dp{ranks}"], stage, True, optimizer, dtype, STEPS)
-    found = train(graph, model, dtype=dtype, steps=STEPS)
-    apart = difference(found, reference(model, optimizer, dtype, STEPS))
+    graph = build_graph(model, LAYOUTS[f"dp{ranks}"], stage, True, optimizer, dtype, STEPS)
+    found = train_graph(graph, model, dtype=dtype, steps=STEPS)
+    apart = compare_trainings(found, train_eagerly(model, optimizer, dtype, STEPS))
     assert apart.within(dtype, optimizer), f"{model}, {optimizer}, stage {stage}, {ranks} ranks, {dtype}: {apart}"
     return found
 
@@ -40,7 +40,7 @@ def test_gpt2_with_its_tied_embedding_trains_as_plain_pytorch_does(stage):
 @pytest.mark.parametrize("model", ["mlp", pytest.param("convnet", marks=pytest.mark.slow)])
 def test_all_stages_give_the_same_bits(model):
     runs = [trained(model, "adamw", stage, ranks=3, dtype=torch.float32) for stage in STAGES]
-    assert all(same_bits(run, runs[0]) for run in runs[1:])
+    assert all(have_same_bits(run, runs[0]) for run in runs[1:])
 
 
 @pytest.mark.parametrize(("model", "stage"), [("gru", 1), ("encoder", 2), ("vit", 3)])
@@ -56,7 +56,7 @@ def test_a_recurrent_layer_stays_split_in_float32_where_torch_has_one_op_for_it(
 @pytest.mark.parametrize("model", ["lstm", "encoder", "bert", "vit", "t5"])
 def test_other_kinds_of_networks_give_the_same_bits_at_all_stages(model):
     runs = [trained(model, "sgd", stage, ranks=3, dtype=torch.float32) for stage in (0, 3)]
-    assert all(same_bits(run, runs[0]) for run in runs[1:])
+    assert all(have_same_bits(run, runs[0]) for run in runs[1:])
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_other_kinds_of_networks_give_the_same_bits_at_all_stages(model):
 )
 def test_transformers_give_the_same_bits_at_all_stages(model, optimizer, dtype):
     runs = [trained(model, optimizer, stage, ranks=4, dtype=dtype) for stage in STAGES]
-    assert all(same_bits(run, runs[0]) for run in runs[1:])
+    assert all(have_same_bits(run, runs[0]) for run in runs[1:])
 
 
 CELLS = [(model, stage) for model in ("convnet", "gpt2") for stage in (0, 3)]
@@ -79,20 +79,20 @@ CELLS = [(model, stage) for model in ("convnet", "gpt2") for stage in (0, 3)]
 
 @pytest.mark.slow
 def test_gloo_processes_train_as_virtual_ranks_do():
-    for (model, stage), found in zip(CELLS, on_gloo(2, on_rank), strict=True):
+    for (model, stage), found in zip(CELLS, run_on_gloo(2, on_rank), strict=True):
         virtual = trained(model, "adamw", stage, ranks=2)
-        assert same_bits(found, virtual), f"{model}, stage {stage}: {difference(found, virtual)}"
+        assert have_same_bits(found, virtual), f"{model}, stage {stage}: {compare_trainings(found, virtual)}"
 
 
 def on_rank(rank: int) -> list[Trained]:
-    graphs = [(model, graph_of(model, LAYOUTS["dp2"], stage, virtual=False, steps=STEPS)) for model, stage in CELLS]
-    return [train(graph, model, 2, rank, steps=STEPS) for model, graph in graphs]
+    graphs = [(model, build_graph(model, LAYOUTS["dp2"], stage, virtual=False, steps=STEPS)) for model, stage in CELLS]
+    return [train_graph(graph, model, 2, rank, steps=STEPS) for model, graph in graphs]
 
 
 def test_a_difference_beyond_the_limits_is_seen():
-    wanted, how = reference("mlp", "sgd"), (torch.float64, "sgd")
+    wanted, how = train_eagerly("mlp", "sgd"), (torch.float64, "sgd")
     off = Trained([loss * (1 + 2e-6) for loss in wanted.losses], wanted.tensors)
-    assert not difference(off, wanted).within(*how)
+    assert not compare_trainings(off, wanted).within(*how)
     moved = {name: x + 3e-6 for name, x in wanted.tensors.items()}
-    assert not difference(Trained(wanted.losses, moved), wanted).within(*how)
-    assert not same_bits(off, wanted)
+    assert not compare_trainings(Trained(wanted.losses, moved), wanted).within(*how)
+    assert not have_same_bits(off, wanted)

@@ -9,22 +9,22 @@ from shutil import which
 import peers
 import pytest
 import torch
-from _run import high_water, on_gloo, reset_high_water
-from peers import SUBJECTS, Timed
+from _run import read_peak_memory, reset_peak_memory, run_on_gloo
+from peers import SUBJECTS, StepTimes
 from systems import BASE, EARLY, System
 from workloads import WORKLOADS
 
 COMPILED = (BASE, "graphzero + inductor, stage 2")  # other stages: tests/runtime; what else compiles costs a minute
 PLAIN = [
     s.name
-    for s in SUBJECTS["data"].chosen(None, [EARLY])
+    for s in SUBJECTS["data"].choose_systems(None, [EARLY])
     if s.needs == "torch" and " + compile" not in s.name and " + inductor" not in s.name
 ]
 TORCH = [*PLAIN, *(COMPILED if which("g++") else ())]
 
 
 def train_alike(subject: str, model: str, names: list[str]) -> None:
-    times = on_gloo(2, peers.time_systems, subject, SUBJECTS[subject].workloads[model], names, 1, 3)
+    times = run_on_gloo(2, peers.time_systems, subject, SUBJECTS[subject].workloads[model], names, 1, 3)
     wanted = times[names[0]].losses
     assert len(set(wanted)) > 1, "a model that does not train shows nothing"
     assert list(times) == names
@@ -46,7 +46,7 @@ def test_they_do_on_a_convolutional_network_too():
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", ["stages", "sequences", "experts"])
 def test_they_do_on_pipelines_split_sequences_and_experts(subject):
-    systems = SUBJECTS[subject].chosen(None)
+    systems = SUBJECTS[subject].choose_systems(None)
     train_alike(subject, "toy", [s.name for s in systems if s.needs == "torch" and " + " not in s.name])
 
 
@@ -54,14 +54,14 @@ def test_they_do_on_pipelines_split_sequences_and_experts(subject):
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 @pytest.mark.parametrize("subject", ["data", "stages", "sequences", "documents"])
 def test_deepspeed_trains_to_the_same_losses(subject):
-    systems = SUBJECTS[subject].chosen(None)
+    systems = SUBJECTS[subject].choose_systems(None)
     train_alike(subject, "toy", [systems[0].name, *(s.name for s in systems if s.needs == "deepspeed")])
 
 
 @pytest.mark.slow
 def test_a_loss_is_the_mean_of_all_labels_where_micro_batches_have_other_numbers_of_them():
     names = ["PyTorch, whole batch", "graphzero, 1f1b", "torch, 1f1b"]
-    times = on_gloo(2, peers.time_systems, "stages", SUBJECTS["stages"].workloads["ragged"], names, 1, 2)
+    times = run_on_gloo(2, peers.time_systems, "stages", SUBJECTS["stages"].workloads["ragged"], names, 1, 2)
     wanted, ours, others = (times[name].losses[0] for name in names)
     assert ours == pytest.approx(wanted, rel=1e-6)
     assert others != pytest.approx(wanted, rel=1e-5)
@@ -69,20 +69,20 @@ def test_a_loss_is_the_mean_of_all_labels_where_micro_batches_have_other_numbers
 
 def test_a_row_is_compared_with_the_base_of_its_kind_and_else_losses_with_the_first_row():
     times = {
-        name: Timed([[second]], [[second]], [2.0, 1.0 + off])
+        name: StepTimes([[second]], [[second]], [2.0, 1.0 + off])
         for name, second, off in (("graphzero, a", 2.0, 1e-3), ("graphzero, b", 1.0, 0.0), ("torch, a", 1.0, 0.0))
     }
-    first, second, _ = peers.time_table(times, ["torch", "DeepSpeed"]).splitlines()[2:]
+    first, second, _ = peers.format_times(times, ["torch", "DeepSpeed"]).splitlines()[2:]
     assert "2.00 (2.00 to 2.00)" in first and first.endswith("1e-03 |")
     assert " - |" in second and second.endswith("1e-03 |")
 
 
 def test_a_ratio_is_taken_round_by_round_so_that_a_slow_round_does_not_count():
-    base = Timed([[1.0, 1.0], [9.0, 9.0], [1.0, 1.0]], [[1.0], [4.0], [1.0]], [])
-    one = Timed([[1.2, 1.2], [10.8, 10.8], [1.2, 5.0, 1.2]], [[2.0], [8.0], [9.0]], [])
-    assert one.to(base) == pytest.approx((1.2, 1.2, 1.2))
-    assert one.cpu_to(base) == 2.0
-    assert one.fastest == 1.2
+    base = StepTimes([[1.0, 1.0], [9.0, 9.0], [1.0, 1.0]], [[1.0], [4.0], [1.0]], [])
+    one = StepTimes([[1.2, 1.2], [10.8, 10.8], [1.2, 5.0, 1.2]], [[2.0], [8.0], [9.0]], [])
+    assert one.ratio_to(base) == pytest.approx((1.2, 1.2, 1.2))
+    assert one.cpu_ratio_to(base) == 2.0
+    assert one.milliseconds()[0] == 1200
 
 
 def test_a_system_that_is_not_installed_is_left_out_with_a_word():
@@ -91,10 +91,10 @@ def test_a_system_that_is_not_installed_is_left_out_with_a_word():
 
 
 def test_a_name_without_a_stage_means_all_its_stages_and_nothing_else():
-    chosen = SUBJECTS["data"].chosen
-    assert [s.name for s in chosen(["graphzero", "DDP"])] == [*(f"graphzero, stage {i}" for i in range(4)), "DDP"]
-    assert chosen(None) == [s for s in SUBJECTS["data"].systems if not s.special]
-    assert [s.name for s in chosen(["DDP"], also=[EARLY])] == [f"{EARLY}, stage 2", f"{EARLY}, stage 3", "DDP"]
+    choose = SUBJECTS["data"].choose_systems
+    assert [s.name for s in choose(["graphzero", "DDP"])] == [*(f"graphzero, stage {i}" for i in range(4)), "DDP"]
+    assert choose(None) == [s for s in SUBJECTS["data"].systems if not s.special]
+    assert [s.name for s in choose(["DDP"], also=[EARLY])] == [f"{EARLY}, stage 2", f"{EARLY}, stage 3", "DDP"]
 
 
 @pytest.mark.parametrize("model", ["toy", "toy conv"])
@@ -112,9 +112,9 @@ def test_ranks_share_one_batch_and_one_model(model):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux resets the high-water mark")
 def test_the_high_water_mark_holds_what_was_freed_since_and_begins_anew():
-    before = reset_high_water()
+    before = reset_peak_memory()
     x = torch.ones(8 * 2**20)
     del x
-    grown = high_water() - before
+    grown = read_peak_memory() - before
     assert 31 * 2**20 <= grown < 40 * 2**20  # the kernel counts pages with a delay
-    assert reset_high_water() - before < 8 * 2**20
+    assert reset_peak_memory() - before < 8 * 2**20

@@ -9,13 +9,13 @@ import pytest
 @pytest.mark.parametrize("setting", ["plain", "budget"])
 def test_a_cell_is_the_same_again(setting):
     cell = programs.Cell("mlp", "dp", 3, setting)
-    text = programs.text_of(cell)
+    text = programs.describe_cell(cell)
     assert text.startswith("graph TrainGraph(dp=2)") and "plan of TrainGraph" in text
-    assert programs.difference(text, programs.text_of(cell)) == ""
+    assert programs.diff_texts(text, programs.describe_cell(cell)) == ""
     assert len(text.splitlines()[-1].split("0x")) == 2
 
 
 def test_a_loss_that_differs_in_its_last_bit_is_shown():
     before, after = (f"graph\n{x.hex()}\n" for x in (1.0, 1.0 + 2**-52))
-    assert "+0x1.0000000000001p+0" in programs.difference(before, after)
-    assert len(programs.difference("a\n" * 100, "b\n" * 100).splitlines()) == programs.SHOWN + 1
+    assert "+0x1.0000000000001p+0" in programs.diff_texts(before, after)
+    assert len(programs.diff_texts("a\n" * 100, "b\n" * 100).splitlines()) == programs.SHOWN + 1

@@ -8,8 +8,8 @@ from torch import nn
 
 pytest.importorskip("transformers")
 from zoo import run
-from zoo.run import cases
-from zoo.trial import Trial, judged, load_packages
+from zoo.run import list_cases
+from zoo.trial import Trial, judge, load_packages
 
 MODELS = (
     "transformers/llama/LlamaForCausalLM",
@@ -39,7 +39,7 @@ def packages():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_published_model_trains_as_in_plain_pytorch(name):
-    record = run.tried(name, ["graph"], {})
+    record = run.try_case(name, ["graph"], {})
     assert record["outcome"] == "equal", record
 
 
@@ -50,7 +50,7 @@ def test_a_loss_that_differs_is_wrong():
         loss.backward()
         return loss
 
-    assert judged(lambda: trial(train))["outcome"] == "wrong"
+    assert judge(lambda: trial(train))["outcome"] == "wrong"
 
 
 def test_a_step_that_draws_random_numbers_is_not_compared():
@@ -59,12 +59,12 @@ def test_a_step_that_draws_random_numbers_is_not_compared():
         loss.backward()
         return loss
 
-    record = judged(lambda: trial(train))
+    record = judge(lambda: trial(train))
     assert record["outcome"] == "skipped" and "random" in record["cause"]
 
 
 def test_a_step_that_plain_pytorch_does_not_run_is_skipped():
-    record = judged(lambda: trial(lambda module, batch: module(batch["absent"])))
+    record = judge(lambda: trial(lambda module, batch: module(batch["absent"])))
     assert record["outcome"] == "skipped" and record["cause"].startswith("KeyError")
 
 
@@ -72,18 +72,18 @@ def test_an_error_of_graphzeros_own_is_a_refusal_and_any_other_is_a_crash():
     def reads(module, batch):
         return square(module, batch) if float(batch["x"].sum()) < 1e9 else None
 
-    assert judged(lambda: trial(reads))["outcome"] == "refused"
+    assert judge(lambda: trial(reads))["outcome"] == "refused"
 
 
 def test_a_process_that_dies_is_a_crash():
-    record = run.forked(lambda: torch.ops.aten._no_such_op())
+    record = run.run_in_child(lambda: torch.ops.aten._no_such_op())
     assert record["outcome"] == "crashed"
 
 
 def test_every_architecture_of_transformers_is_in_the_zoo():
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    kinds = {name.split("/")[1] for name in cases() if name.startswith("transformers/")}
+    kinds = {name.split("/")[1] for name in list_cases() if name.startswith("transformers/")}
     assert kinds >= set(MODEL_MAPPING_NAMES)
 
 
@@ -91,9 +91,9 @@ def test_results_continue_where_they_were(tmp_path):
     path = tmp_path / "zoo.jsonl"
     lines = [{"name": "a", "family": "f", "outcome": "wrong"}, {"name": "a", "family": "f", "outcome": "equal"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = run.kept_lines(path)
+    found = run.read_records(path)
     assert found["a"]["outcome"] == "equal"
-    assert run.done(found["a"], "graph") and not run.done(found["a"], "export")
+    assert run.is_done(found["a"], "graph") and not run.is_done(found["a"], "export")
 
 
 def test_the_tables_count_by_family_and_by_cause():
@@ -101,5 +101,5 @@ def test_the_tables_count_by_family_and_by_cause():
         {"name": "a/b", "family": "f", "outcome": "refused", "cause": "CaptureError: x", "export": "taken"},
         {"name": "a/c", "family": "f", "outcome": "equal", "export": "taken"},
     ]
-    text = run.summary(records)
+    text = run.format_summary(records)
     assert "50.0 %" in text and "CaptureError: x" in text

@@ -115,9 +115,9 @@ def test_data_and_tensor_ranks_train_to_the_same_bits():
     layout = layouts.Layout((2, 2), ("dp", "tp"))
     found = []
     for memory in (None, "checkpoint"):
-        graph = layouts.graph_of("gpt2", layout, 2)
+        graph = layouts.build_graph("gpt2", layout, 2)
         graph.config.set_activation_memory(memory)
-        found.append(layouts.train(graph, "gpt2"))
+        found.append(layouts.train_graph(graph, "gpt2"))
         planned = graph.plan
     assert found[0].losses == found[1].losses
     assert planned.recomputed

@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "bench")]
 import layouts  # noqa: E402
-from layouts import CASES, HYBRID, PLANS, Layout, graph_of, reference, train  # noqa: E402
+from layouts import CASES, HYBRID, PLANS, Layout, build_graph, train_eagerly, train_graph  # noqa: E402
 from models import gpt2  # noqa: E402
-from parity import difference  # noqa: E402
+from parity import compare_trainings  # noqa: E402
 
 MODEL = "gpt2, small"  # a Llama's: tests/test_parallelized_modules.py
 CASES[MODEL], PLANS[MODEL] = replace(CASES["gpt2"], make=partial(gpt2, layers=1)), PLANS["gpt2"]
@@ -24,22 +24,22 @@ LAYOUTS = (Layout((2, 2), ("dp", "tp")), Layout((2, 2), HYBRID, "dp_shard"))
 
 def trained(graph, layout, through=None):
     each = prod(layout.ranks) // layout.parts  # ranks that share a part of the batch, side by side
-    return train(graph, MODEL, layout.parts, dist.get_rank() // each, through)
+    return train_graph(graph, MODEL, layout.parts, dist.get_rank() // each, through)
 
 
 def check_gpt2_trains_as_plain_pytorch_does():
     for layout in LAYOUTS:  # on more of them: tests/test_layouts.py
-        graph = graph_of(MODEL, layout, 0, virtual=False)
-        found = difference(trained(graph, layout, layout), reference(MODEL))
+        graph = build_graph(MODEL, layout, 0, virtual=False)
+        found = compare_trainings(trained(graph, layout, layout), train_eagerly(MODEL))
         assert max(found.loss, found.tensor) <= layouts.LIMIT, f"{layout}, a step at each of its stages: {found}"
 
 
 def check_checkpoints_of_tensor_ranks_load_on_data_ranks_and_back():
     first, second = LAYOUTS
-    given = graph_of(MODEL, first, first.stages[-1], virtual=False)
+    given = build_graph(MODEL, first, first.stages[-1], virtual=False)
     trained(given, first)
     for layout in (second, first):
-        taken = graph_of(MODEL, layout, layout.stages[-1], virtual=False)
+        taken = build_graph(MODEL, layout, layout.stages[-1], virtual=False)
         box = [tempfile.mkdtemp()]
         dist.broadcast_object_list(box)
         dcp.save(given.state_dict(), checkpoint_id=box[0])
