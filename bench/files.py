@@ -21,19 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _run
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _run import (
-    average_over_ranks,
-    command_parser,
-    format_table,
-    parse_options,
-    read_peak_memory,
-    release_memory,
-    reset_peak_memory,
-    run_on_gloo,
-)  # fmt: skip
 from parity import TrainGraph
 from systems import adamw, build_graph, shard_fully
 from torch import Tensor
@@ -48,11 +39,11 @@ Costs = dict[tuple[str, str], list[Cost]]  # by system and act, of each round
 
 
 def main() -> None:
-    parser = command_parser(__doc__)
+    parser = _run.command_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=12)
-    options = parse_options(parser)
-    nbytes, costs = run_on_gloo(2, measure_rounds, options.rounds, options.layers)
+    options = _run.parse_options(parser)
+    nbytes, costs = _run.run_on_gloo(2, measure_rounds, options.rounds, options.layers)
     print(f"{nbytes / 1e9:.2f} GB, {options.rounds} rounds, median\n\n{format_costs(costs)}")
 
 
@@ -64,7 +55,7 @@ def format_costs(costs: Costs) -> str:
             a, b = statistics.median(ours), statistics.median(theirs)
             spread = [f"{min(figures):.2f} to {max(figures):.2f}" for figures in (ours, theirs)]
             rows.append([f"{act}, {unit}", f"{a:.2f}", f"{b:.2f}", f"{a / b:.2f}" if b else "-", *spread])
-    return format_table(["", *SYSTEMS, "ratio", *(f"{system} from to" for system in SYSTEMS)], rows)
+    return _run.format_table(["", *SYSTEMS, "ratio", *(f"{system} from to" for system in SYSTEMS)], rows)
 
 
 class ShardedTraining:
@@ -144,7 +135,7 @@ def check_equal_size(ours: TrainGraph, theirs: ShardedTraining) -> None:
 
 def settle() -> None:
     """Wait until all writes have reached the disk, on all ranks, and give freed memory back to the kernel."""
-    release_memory()
+    _run.release_memory()
     dist.barrier()
     if dist.get_rank() == 0:
         os.sync()
@@ -163,13 +154,13 @@ def forget(path: Path) -> None:
 def measure(act: Callable[[], Any]) -> Cost:
     """Seconds until all are through; of the processor, both ranks together; MB at the peak beside what was held before,
     of the fullest rank."""
-    before = reset_peak_memory()
+    before = _run.reset_peak_memory()
     dist.barrier()
     began, busy = time.perf_counter(), time.process_time()
     act()
-    busy = 2 * average_over_ranks([time.process_time() - busy])[0]
+    busy = 2 * _run.average_over_ranks([time.process_time() - busy])[0]
     seconds = time.perf_counter() - began
-    peak = torch.tensor((read_peak_memory() - before) / 1e6)
+    peak = torch.tensor((_run.read_peak_memory() - before) / 1e6)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return seconds, busy, float(peak)
 

@@ -31,7 +31,6 @@ class Case:
     batch: (step, size, dtype) -> the whole batch, on the CPU.
     """
 
-    name: str
     make: Callable[[], nn.Module]
     batch: Callable[[int, int, torch.dtype], Batch]
 
@@ -229,20 +228,17 @@ def draw_tokens(step: int, size: int, dtype: torch.dtype, vocabulary: int = 96, 
 
 
 CASES = {
-    case.name: case
-    for case in (
-        Case("mlp", mlp, draw_vectors),
-        Case("convnet", convnet, draw_images),
-        Case("gpt2", gpt2, draw_tokens),
-        Case("llama", llama, draw_tokens),
-        Case("qwen3moe", qwen3moe, draw_tokens),
-        Case("lstm", lambda: WithLoss(Tagger(nn.LSTM)), partial(draw_tokens, context=6)),
-        Case("gru", lambda: WithLoss(Tagger(nn.GRU)), partial(draw_tokens, context=6)),
-        Case("encoder", lambda: WithLoss(Checkpointed()), draw_tokens),
-        Case("bert", bert, draw_tokens),
-        Case("vit", vit, draw_images),
-        Case("t5", t5, draw_tokens),
-    )
+    "mlp": Case(mlp, draw_vectors),
+    "convnet": Case(convnet, draw_images),
+    "gpt2": Case(gpt2, draw_tokens),
+    "llama": Case(llama, draw_tokens),
+    "qwen3moe": Case(qwen3moe, draw_tokens),
+    "lstm": Case(lambda: WithLoss(Tagger(nn.LSTM)), partial(draw_tokens, context=6)),
+    "gru": Case(lambda: WithLoss(Tagger(nn.GRU)), partial(draw_tokens, context=6)),
+    "encoder": Case(lambda: WithLoss(Checkpointed()), draw_tokens),
+    "bert": Case(bert, draw_tokens),
+    "vit": Case(vit, draw_images),
+    "t5": Case(t5, draw_tokens),
 }
 
 

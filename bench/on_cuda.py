@@ -11,13 +11,8 @@ fails, or takes more than ``--seconds``, is a row that says so; none begins afte
 Every system trains the same model in the same dtype, parameters and optimizer states included, on the same tokens, with
 fused AdamW; "amp" is float32 with bf16 compute: ``config.enable_amp()`` and, for PyTorch, ``torch.autocast``.  "CUDA
 graph" is the whole step, update included, in one: for graphzero ``config.set_cuda_graph()``, for PyTorch captured by
-hand as its documentation says; "reduce-overhead" is torch.compile's own way, which leaves the update outside.  "ratio"
-is to torch.compile with fused AdamW in this run.
-
-"planned" is what ``graph.plan`` says before anything runs, "peak" torch.cuda.max_memory_allocated from the third step
-on, when CUDA graphs are captured: replays allocate nothing.  "requested" is the same without what the allocator rounds
-up.  Workspaces of cuBLAS are in both, not in the plan.  "reserved" is what the process has taken of the GPU: what a
-CUDA graph's pool keeps, and fragments, are in it.
+hand as its documentation says; "reduce-overhead" is torch.compile's own way, which leaves the update outside.  The
+columns are explained in bench/results/on_cuda.md.
 """
 
 from __future__ import annotations

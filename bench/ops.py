@@ -15,7 +15,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -75,12 +76,14 @@ class AtenCall:
 
     def results(self) -> list[Tensor | None]:
         with torch.no_grad():
-            made = self.op(*self.args, **self.kwargs)
-        return [x if isinstance(x, Tensor) else None for x in (made if isinstance(made, (list, tuple)) else [made])]
+            result = self.op(*self.args, **self.kwargs)
+        return [
+            x if isinstance(x, Tensor) else None for x in (result if isinstance(result, list | tuple) else [result])
+        ]
 
 
 def _metas(values: Any) -> Any:
-    return pytree.tree_map(lambda x: meta_of(x) if isinstance(x, Tensor) else x, values)
+    return pytree.tree_map_only(Tensor, meta_of, values)
 
 
 @dataclass
@@ -99,30 +102,25 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
 
-class Sampled:
+class SampledStep:
     """One sample of an operator as a step: operands with a gradient are parameters, other tensors are inputs."""
 
     def __init__(self, info: Any, sample: Any) -> None:
         self.info, self.name = info, str(info.full_name)
         leaves, self.outline = pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
-        self.trained = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+        trained = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad}
+        self.module = nn.ParameterDict({f"p{i}": nn.Parameter(x.detach().clone()) for i, x in trained.items()})
         self.leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
-        self.module = nn.Module()
-        for i, (x, trained) in enumerate(zip(self.leaves, self.trained, strict=True)):
-            if trained:
-                self.module.register_parameter(f"p{i}", nn.Parameter(x))
-        self.inputs = [x for x, p in zip(self.leaves, self.trained, strict=True) if isinstance(x, Tensor) and not p]
+        self.places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and i not in trained]
+        self.inputs = [self.leaves[i] for i in self.places]
         self.weights = [torch.rand_like(x) for x in _differentiable(self._forward(self.inputs))]
         self.expected = [x.detach() for x in self.build(*self.inputs, *self.weights)]
 
     def _forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        given = iter(inputs)
-        values = []
-        for i, (x, trained) in enumerate(zip(self.leaves, self.trained, strict=True)):
-            values.append(getattr(self.module, f"p{i}") if trained else next(given) if isinstance(x, Tensor) else x)
-        args, kwargs = pytree.tree_unflatten(values, self.outline)
-        out = self.info(*args, **kwargs)
-        return [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        values = dict(enumerate(self.leaves)) | dict(zip(self.places, inputs, strict=True))
+        values |= {int(name[1:]): p for name, p in self.module.named_parameters()}
+        args, kwargs = pytree.tree_unflatten(values.values(), self.outline)
+        return [x for x in pytree.tree_leaves(self.info(*args, **kwargs)) if isinstance(x, Tensor)]
 
     def build(self, *given: Tensor) -> list[Tensor]:
         inputs, weights = given[: len(self.inputs)], given[len(self.inputs) :]
@@ -139,7 +137,7 @@ class Sampled:
         step = Step("Sampled", PLACE, self.build, {"module": self.module})
         return capture(step, Inputs(leaves, pytree.tree_structure((given, {}))))
 
-    def run(self, captured: Captured, graph: StepGraph) -> dict[fx.Node, Any]:
+    def compute_values(self, captured: Captured, graph: StepGraph) -> dict[fx.Node, Any]:
         """The value of each node of the graph that was captured."""
         given = {f"x{i}": x for i, x in enumerate((*self.inputs, *self.weights))}
         given |= {f"module.{name}": p.detach() for name, p in self.module.named_parameters()}
@@ -174,91 +172,88 @@ def operators() -> list[Any]:
     return invocations.op_db
 
 
-def op_samples(dtype: torch.dtype, most: int, every: int) -> Iterator[tuple[Any, Any]]:
-    """PyTorch's operators that take ``dtype``, every n-th, each with up to ``most`` of its samples."""
+def sample_steps(dtype: torch.dtype, every: int, most: int) -> Iterator[SampledStep]:
+    """Of every ``every``-th operator that takes ``dtype``, up to ``most`` samples that PyTorch itself runs."""
     for info in [info for info in operators() if dtype in info.supported_dtypes("cpu")][::every]:
         differs = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu") and not dtype.is_complex
         set_rng_seed(0)  # once: PyTorch would do it before each sample, on devices that are not there too
         samples = list(info.sample_inputs("cpu", dtype, requires_grad=differs, set_seed=False))
         for sample in samples[:: max(len(samples) // most, 1)][:most]:
-            yield info, sample
+            with suppress(RuntimeError, TypeError, NotImplementedError, AssertionError):
+                yield SampledStep(info, sample)
 
 
-def steps(dtype: torch.dtype, every: int = 1, most: int = 4) -> Iterator[Sampled]:
-    """Of every ``every``-th operator that takes ``dtype``, up to ``most`` samples that PyTorch itself runs."""
-    for info, sample in op_samples(dtype, most, every):
-        try:
-            yield Sampled(info, sample)
-        except (RuntimeError, TypeError, NotImplementedError, AssertionError):
-            continue
-
-
-def tally(dtype: torch.dtype, seen: set[Any], every: int = 1, most: int = 4) -> Tally:
+def tally_samples(dtype: torch.dtype, seen: set[Any], every: int = 1, most: int = 4) -> Tally:
     """Capture and try samples; ``seen`` holds the keys of calls that need not be tried again."""
-    found = Tally()
-    for step in steps(dtype, every, most):
-        found.samples += 1
-        found.operators.add(step.name)
+    tally = Tally()
+    for step in sample_steps(dtype, every, most):
+        tally.samples += 1
+        tally.operators.add(step.name)
         try:
             captured = step.capture()
         except CaptureError:
-            found.refused += 1
+            tally.refused += 1
             continue
         graph = captured.graph
         try:
-            values = step.run(captured, graph)
-            for call in aten_calls(graph, values):
-                if call.key() not in seen:
-                    seen.add(call.key())
-                    try_call(call, found)
+            values = step.compute_values(captured, graph)
+            try_calls(aten_calls(graph, values), seen, tally)
         except (RuntimeError, NotImplementedError) as error:
-            found.wrong.append(f"{step.name}: the captured step fails: {error}")
+            tally.wrong.append(f"{step.name}: the captured step fails: {error}")
             continue
         if not _agrees(step, graph, [values[x] if isinstance(x, fx.Node) else x for x in graph.outputs]):
-            found.wrong.append(f"{step.name}: the captured step computes something else")
-    return found
+            tally.wrong.append(f"{step.name}: the captured step computes something else")
+    return tally
 
 
-def _agrees(step: Sampled, graph: StepGraph, made: list[Any]) -> bool:
+def _agrees(step: SampledStep, graph: StepGraph, results: list[Any]) -> bool:
     """Whether what was captured computes what the op does.  Random numbers are other ones, memory is as it is."""
     ops = [node.target for node in graph.nodes if node.op == "call_function"]
     if any(op in DRAWS or op_name(op).startswith(UNSPECIFIED) for op in ops):
-        return [x.shape for x in made] == [x.shape for x in step.expected]
+        return [x.shape for x in results] == [x.shape for x in step.expected]
     if step.name in SAVED_WIDER:
-        return _close(made[0], step.expected[0])
-    if step.name in NAN_IN_16_BITS and made[0].dtype.itemsize == 2:
-        return not any(x.isnan().any() for x in made)
-    return all(map(_close, made, step.expected))
+        return _close(results[0], step.expected[0])
+    if step.name in NAN_IN_16_BITS and results[0].dtype.itemsize == 2:
+        return not any(x.isnan().any() for x in results)
+    return all(map(_close, results, step.expected))
 
 
-def _close(have: Tensor, want: Tensor) -> bool:
-    if want.layout != torch.strided:
-        return have.layout == want.layout
-    real = want.is_floating_point() or want.is_complex()
-    tolerance = 64 * torch.finfo(want.dtype).eps if real else 0.0
-    return have.dtype == want.dtype and torch.allclose(have, want, rtol=tolerance, atol=tolerance, equal_nan=True)
+def _close(x: Tensor, expected: Tensor) -> bool:
+    if expected.layout != torch.strided:
+        return x.layout == expected.layout
+    is_exact = not (expected.is_floating_point() or expected.is_complex())
+    tolerance = 0.0 if is_exact else 64 * torch.finfo(expected.dtype).eps
+    return x.dtype == expected.dtype and torch.allclose(x, expected, tolerance, tolerance, equal_nan=True)
 
 
-def try_call(call: AtenCall, found: Tally, largest: int = 4000) -> None:
+def try_calls(calls: Iterable[AtenCall], seen: set[Any], tally: Tally, largest: int = 4000) -> None:
+    """Check calls that have not been seen; see ``try_call``."""
+    for call in calls:
+        if call.key() not in seen:
+            seen.add(call.key())
+            try_call(call, tally, largest)
+
+
+def try_call(call: AtenCall, tally: Tally, largest: int) -> None:
     """Hold one call to the law, and count it; not where a tensor has more than ``largest`` elements."""
-    found.calls += 1
+    tally.calls += 1
     name = op_name(call.op)
     if not has_rule(call.op):
-        found.bare[name] += 1
+        tally.bare[name] += 1
     elif call.op in DRAWS:
-        found.split += 1
+        tally.split += 1
     elif all(x.numel() < 2 for x in call.tensors):
-        found.tiny += 1
+        tally.tiny += 1
     elif any(x.layout != torch.strided or x.numel() > largest or not _small(x) for x in call.tensors):
-        found.untried += 1
+        tally.untried += 1
     elif len(call.signatures()) == 1:
-        found.whole[name] += 1
+        tally.whole[name] += 1
     else:
-        found.split += 1
+        tally.split += 1
         values = [*call.tensors, *(x for x in call.results() if x is not None)]
         compared = not name.startswith(UNSPECIFIED) and not any(x.dtype in COARSE for x in values)
         for ranks in RANKS:
-            found.wrong += violations(call.op, call.args, call.kwargs, ranks, values=compared)
+            tally.wrong += violations(call.op, call.args, call.kwargs, ranks, values=compared)
 
 
 def _small(x: Tensor) -> bool:
@@ -266,7 +261,7 @@ def _small(x: Tensor) -> bool:
     return x.dtype == torch.bool or not bool(((x if x.is_complex() else x.double()).abs() > 1e5).any())
 
 
-def report(what: str, tallies: dict[str, Tally]) -> str:
+def format_report(what: str, tallies: dict[str, Tally]) -> str:
     """The table, which ops are whole on every rank, and what is wrong."""
     head = [what, "operators", "samples", "refused", "calls", "may be split", "one element", "whole", "no rule",
             "not tried", "wrong"]  # fmt: skip
@@ -300,14 +295,11 @@ def moderate(x: Any) -> Any:
     return torch.where((size > 1e4) & size.isfinite(), 100 * x.sign(), x)
 
 
-def model_tally(model: str) -> Tally:
+def tally_model(model: str) -> Tally:
     """Counts of a model's calls and violations of the law, each shape of an op once."""
-    tally, seen = Tally(), set[Any]()
-    for call in model_calls(model):
-        tally.samples += 1
-        if call.key() not in seen:
-            seen.add(call.key())
-            try_call(call, tally, largest=1 << 22)
+    calls, tally = list(model_calls(model)), Tally()
+    tally.samples = len(calls)
+    try_calls(calls, set(), tally, largest=1 << 22)
     return tally
 
 
@@ -324,10 +316,10 @@ def main() -> None:
     seen = set[Any]()
     if options.models is None:
         dtypes = {name: getattr(torch, name) for name in options.dtypes}
-        tallies = {name: tally(dtype, seen, options.every, options.most) for name, dtype in dtypes.items()}
+        tallies = {name: tally_samples(dtype, seen, options.every, options.most) for name, dtype in dtypes.items()}
     else:
-        tallies = {model: model_tally(model) for model in options.models or MODELS}
-    print(report("dtype" if options.models is None else "model", tallies))
+        tallies = {model: tally_model(model) for model in options.models or MODELS}
+    print(format_report("dtype" if options.models is None else "model", tallies))
     print(f"\n{time.perf_counter() - started:.0f} s")
     if any(t.wrong for t in tallies.values()):
         raise SystemExit("some results are wrong")

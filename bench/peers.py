@@ -15,18 +15,7 @@ All systems of a subject train the same model from the same weights on the same 
 DeepSpeed is there if it can be imported (``pip install deepspeed``).  ``GRAPHZERO_TRANSPORT=gloo`` in the environment
 lets graphzero send through gloo, as between hosts.
 
-time: all systems run in the same processes.  Rounds alternate, in another order each, so that whatever else the machine
-does meets all of them; a round's first step does not count.  A step is timed from a barrier of all ranks to the next,
-so that it is the slowest rank's, optimizer included.  A ratio is taken round by round, of the rounds' medians; shown
-are its median over the rounds and its quartiles.  *CPU* are the processor's seconds in a step, of all threads of a
-rank, mean over ranks: a rank that sleeps until another has come uses none, and other work on the machine changes them
-less.  *Losses apart* are the largest relative difference from the first system that a row is compared with, else from
-the first row, over all steps.
-
-memory: each system has fresh processes.  It first trains a toy, so that imports, code and its own machinery are there;
-from what a process then holds, before the model is made, the high-water mark of the kernel (VmHWM) is counted: to the
-end of the first step, which captures or compiles, and over the steps after it.  What is freed goes back to the kernel
-at once, so that the mark is of memory in use.
+How times and peaks of memory are measured, and what the columns are, is in bench/results/step_time.md.
 """
 
 from __future__ import annotations
@@ -41,21 +30,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+import _run
 import numpy as np
 import split_systems
 import systems
 import torch
 import torch.distributed as dist
 import workloads
-from _run import (
-    average_over_ranks,
-    command_parser,
-    format_table,
-    parse_options,
-    read_peak_memory,
-    reset_peak_memory,
-    run_on_gloo,
-)  # fmt: skip
 from systems import System
 from workloads import Workload
 
@@ -162,7 +143,7 @@ def format_times(times: Mapping[str, StepTimes], names: Sequence[str]) -> str:
         off = one.loss_difference(next(filter(None, compared), first))
         rows.append([*row, f"{one.losses[0]:.5f}", f"{off:.0e}"])
     head = [text for base in bases for text in (f"to {base} (quartiles)", f"CPU to {base}")]
-    return format_table(["", "fastest, ms", "median, ms", "CPU, ms", *head, "first loss", "losses apart"], rows)
+    return _run.format_table(["", "fastest, ms", "median, ms", "CPU, ms", *head, "first loss", "losses apart"], rows)
 
 
 def time_systems(
@@ -188,7 +169,7 @@ def time_systems(
                 times[name].losses.append(gather_loss(loss))
             times[name].rounds.append(seconds[1:])
             times[name].cpu.append(cpu[1:])
-    return {name: replace(one, cpu=average_over_ranks(one.cpu)) for name, one in times.items()}
+    return {name: replace(one, cpu=_run.average_over_ranks(one.cpu)) for name, one in times.items()}
 
 
 # ---- memory
@@ -211,7 +192,7 @@ def format_peaks(peaks: Mapping[str, Peak], names: Sequence[str]) -> str:
         own, *others = (f"{nbytes / 1e6:.1f}" for nbytes in one.later)
         rows.append([name, own, *ratios, f"{one.first / 1e6:.1f}", *others])
     ranks = [f"rank {rank}, MB" for rank in range(1, len(next(iter(peaks.values())).later))]
-    return format_table(["", "peak, MB", *(f"to {base}" for base in bases), "first step, MB", *ranks], rows)
+    return _run.format_table(["", "peak, MB", *(f"to {base}" for base in bases), "first step, MB", *ranks], rows)
 
 
 def measure_memory(rank: int, subject: str, workload: Workload, name: str) -> Peak:
@@ -224,15 +205,15 @@ def measure_memory(rank: int, subject: str, workload: Workload, name: str) -> Pe
     del step
     batches = [workload.part(i, rank, ranks) for i in range(MEASURED_STEPS)]
     dist.barrier()
-    before = reset_peak_memory()
+    before = _run.reset_peak_memory()
     step = system.begin(workload)
     gather_loss(step(*batches[0]))
-    first = read_peak_memory() - before
-    reset_peak_memory()
+    first = _run.read_peak_memory() - before
+    _run.reset_peak_memory()
     for batch in batches[1:]:
         gather_loss(step(*batch))
     later: list[Any] = [None] * ranks
-    dist.all_gather_object(later, read_peak_memory() - before)
+    dist.all_gather_object(later, _run.read_peak_memory() - before)
     return Peak(first, later)
 
 
@@ -240,7 +221,7 @@ def measure_memory(rank: int, subject: str, workload: Workload, name: str) -> Pe
 
 
 def print_times(subject: str, workload: Workload, names: Sequence[str], options: Any) -> None:
-    times = run_on_gloo(options.ranks, time_systems, subject, workload, names, options.rounds, options.steps)
+    times = _run.run_on_gloo(options.ranks, time_systems, subject, workload, names, options.rounds, options.steps)
     about = f"{options.rounds} rounds of {options.steps - 1} counted steps"
     print(f"{workload.describe(options.ranks)}; {about}\n\n{format_times(times, SUBJECTS[subject].bases)}")
 
@@ -249,7 +230,7 @@ def print_memory(subject: str, workload: Workload, names: Sequence[str], options
     os.environ.update(MALLOC)
     peaks = {}
     for name in names:
-        peaks[name] = run_on_gloo(options.ranks, measure_memory, subject, workload, name)
+        peaks[name] = _run.run_on_gloo(options.ranks, measure_memory, subject, workload, name)
         print(".", end="", file=sys.stderr, flush=True)
     print(f"{workload.describe(options.ranks)}\n\n{format_peaks(peaks, SUBJECTS[subject].bases)}")
 
@@ -258,7 +239,7 @@ WHAT: dict[str, Callable[..., None]] = {"time": print_times, "memory": print_mem
 
 
 def main() -> None:
-    parser = command_parser(__doc__)
+    parser = _run.command_parser(__doc__)
     parser.add_argument("subject", choices=SUBJECTS)
     parser.add_argument("--what", choices=WHAT, default="time")
     parser.add_argument("--model", help="one of the subject's workloads, by default the first")
@@ -269,7 +250,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
     parser.add_argument("--micro-batches", type=int, help="in which a share, or a pipeline's batch, is computed")
     parser.add_argument("--precision", choices=("bfloat16", "float16"), help="data: mixed precision, in all systems")
-    options = parse_options(parser)
+    options = _run.parse_options(parser)
     subject = SUBJECTS[options.subject]
     model = options.model or next(iter(subject.workloads))
     chosen = subject.choose_systems(options.systems, options.also)

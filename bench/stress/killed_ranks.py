@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,48 +56,54 @@ class Run:
 
     def kill(self) -> None:
         """End it with all its ranks, whatever they do."""
-        for one in (*self.ranks(), self.process.pid):
-            end(one)
+        for process in (*self.list_ranks(), self.process.pid):
+            kill(process)
         self.process.wait()
 
-    def ranks(self) -> list[int]:
-        """Processes of the ranks that live now."""
-        return ranks_under(self.process.pid)
+    def list_ranks(self) -> list[int]:
+        """Processes of the ranks that live now: those with its folder on their command line, but for torchrun's."""
+        ranks = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                words = path.read_text().split("\0")
+                if str(self.folder) in words and "torch.distributed.run" not in words:
+                    ranks.append(int(path.parent.name))
+        return ranks
 
     def kill_one(self, chance: random.Random) -> bool:
         """Kill one rank; whether there was one."""
-        found = self.ranks()
-        if not found or self.process.poll() is not None:
+        ranks = self.list_ranks()
+        if not ranks or self.process.poll() is not None:
             return False
-        end(chance.choice(found))
+        kill(chance.choice(ranks))
         return True
 
-    def saved(self, steps: int) -> bool:
+    def has_saved(self, steps: int) -> bool:
         """Whether a checkpoint of so many steps or more is there."""
-        found = gz.latest(self.folder)
-        return found is not None and int(found.name.rpartition("-")[2]) >= steps
+        last = gz.latest(self.folder)
+        return last is not None and int(last.name.rpartition("-")[2]) >= steps
 
 
-def losses(text: str) -> dict[int, float]:
+def read_losses(text: str) -> dict[int, float]:
     """The loss after each step that was printed; of a step that was taken again, the last one."""
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+), loss ([\d.e+-]+)", text)}
 
 
-def bytes_of_last(folder: Path) -> dict[str, bytes]:
+def read_last_checkpoint(folder: Path) -> dict[str, bytes]:
     """The files of the newest checkpoint but for its index, which tells times."""
-    found = gz.latest(folder)
-    assert found is not None, f"no checkpoint in {folder}"
-    return {file.name: file.read_bytes() for file in sorted(found.glob("*.safetensors"))}
+    last = gz.latest(folder)
+    assert last is not None, f"no checkpoint in {folder}"
+    return {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
 
 
-def disturbed(folder: Path, whole: Run, kills: int, chance: random.Random, saved: int = 0) -> tuple[int, str]:
+def disturb_run(folder: Path, whole: Run, kills: int, chance: random.Random, saved: int = 0) -> tuple[int, str]:
     """One run like ``whole`` of which up to so many ranks are killed; how many were, and what it printed.
 
     saved: steps of which there is a checkpoint before a rank is killed, at once; 0: it is killed at any time.
     """
     run, done = Run(folder, whole.count, whole.stage, restarts=kills), 0
     while done < kills and run.process.poll() is None:
-        if saved and not run.saved(saved):
+        if saved and not run.has_saved(saved):
             time.sleep(0.02)
             continue
         time.sleep(0 if saved else chance.uniform(0, whole.seconds))
@@ -109,17 +114,17 @@ def disturbed(folder: Path, whole: Run, kills: int, chance: random.Random, saved
 def check_kills(where: Path, whole: Run, kills: int, seed: int, saved: int = 0) -> None:
     """Kill so many ranks; raises AssertionError where a run ends otherwise than ``whole``, which was undisturbed.
 
-    saved: see ``disturbed``; such a run has to go on from that step or a later one.
+    saved: see ``disturb_run``; such a run has to go on from that step or a later one.
     """
-    wanted, files = losses(whole.output.read_text()), bytes_of_last(whole.folder)
-    print(f"undisturbed: {whole.seconds:.1f} s, last loss {max(wanted.items())[1]:.12g}", flush=True)
+    expected, files = read_losses(whole.output.read_text()), read_last_checkpoint(whole.folder)
+    print(f"undisturbed: {whole.seconds:.1f} s, last loss {max(expected.items())[1]:.12g}", flush=True)
     chance, done, runs = random.Random(seed), 0, 0
     while done < kills:
         folder, runs, begun = where / f"killed-{runs}", runs + 1, time.monotonic()
-        now, text = disturbed(folder, whole, kills - done, chance, saved)
-        found = losses(text)
-        assert found == {step: wanted[step] for step in found} and max(found) == max(wanted), f"{folder}:\n{text}"
-        assert bytes_of_last(folder) == files, f"{folder}: the last checkpoint differs"
+        now, text = disturb_run(folder, whole, kills - done, chance, saved)
+        losses = read_losses(text)
+        assert losses.items() <= expected.items() and max(losses) == max(expected), f"{folder}:\n{text}"
+        assert read_last_checkpoint(folder) == files, f"{folder}: the last checkpoint differs"
         resumed = [int(step) for step in re.findall(r"goes on from step (\d+)", text)]
         assert not (saved and now) or max(resumed, default=0) >= saved, f"{folder} did not go on:\n{text}"
         done += now
@@ -130,45 +135,21 @@ def check_kills(where: Path, whole: Run, kills: int, seed: int, saved: int = 0) 
 
 def check_other_ranks(where: Path, whole: Run) -> None:
     """A run killed whole goes on with one rank, and then with twice as many as at first."""
-    wanted, ranks = losses(whole.output.read_text()), whole.count
-    folder = where / "moved"
+    expected, ranks, folder = read_losses(whole.output.read_text()), whole.count, where / "moved"
     for now, until in ((ranks, 12), (1, 24)):
         run = Run(folder, now, whole.stage)
-        while run.process.poll() is None and not run.saved(until):
+        while run.process.poll() is None and not run.has_saved(until):
             time.sleep(0.02)
         run.kill()
-    found = losses(Run(folder, 2 * ranks, whole.stage).end())
-    off = max(abs(found[step] - loss) / abs(loss) for step, loss in wanted.items() if step in found)
+    losses = read_losses(Run(folder, 2 * ranks, whole.stage).end())
+    off = max(abs(loss - expected[step]) / abs(expected[step]) for step, loss in losses.items())
     print(f"{ranks}, then 1, then {2 * ranks} ranks: losses differ by {off:.1e}")
-    assert max(found) == max(wanted) and off < 1e-9, found
+    assert max(losses) == max(expected) and off < 1e-9, losses
 
 
-def ranks_under(starter: int) -> list[int]:
-    """Processes of the script that a torchrun has started, which may itself be started by others from ``starter``."""
-    found = [process for process in _descendants(starter) if RESUME.name in _command(process)]
-    return [process for process in found if "torch.distributed.run" not in _command(process)]
-
-
-def end(process: int) -> None:
+def kill(process: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
-
-
-def _descendants(process: int) -> Iterator[int]:
-    try:
-        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    except (FileNotFoundError, ProcessLookupError):
-        return
-    for child in map(int, children):
-        yield child
-        yield from _descendants(child)
-
-
-def _command(process: int) -> str:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 def main() -> None:

@@ -31,34 +31,28 @@ def same(value: int, factor: float) -> int:
     return value
 
 
-Rules = tuple[tuple[re.Pattern[str], Small], ...]
+Rules = tuple[tuple[str, Small], ...]  # patterns of the whole name of a number; the first that matches counts
 
-
-def rules(*pairs: tuple[str, Small]) -> Rules:
-    return tuple((re.compile(pattern), small) for pattern, small in pairs)
-
-
-# By the whole name of a number; the first pattern that matches counts.
-STAYS = rules(
+STAYS: Rules = (
     (r"((num|in|input|audio|mask_input|out)_)?channels|in_chans", same),
     (r"mel_dim|input_dim|type_vocab_size|num_feat_extract_layers|.*conv_kernel\w*|max_2d_position_embeddings", same),
 )
-WORDS = rules((r".*vocab_size|vocab_size_per_layer_input|n_vocab|codebook_size|num_embeddings", at_most(VOCABULARY)))
-HEADS = rules(
+WORDS: Rules = ((r".*vocab_size|vocab_size_per_layer_input|n_vocab|codebook_size|num_embeddings", at_most(VOCABULARY)),)
+HEADS: Rules = (
     (r"(\w*_)?(num_key_value_heads|num_kv_heads|n_kv_heads?|kv_heads|multi_query_group_num|num_key_value_groups)",
      at_most(2)),
     (r"(\w*_)?((num|n)_)?(attention_|query_|self_attention_)?heads?(_per_stage)?|\w*n_heads?", at_most(4)),
     (r"(\w*_)?(head_dim|rotary_dim|dim_head|kv_channels|head_size|qk_dim)", at_most(HEAD)),
 )  # fmt: skip
-LAYERED = rules(
-    (r"(\w*_)?(layers|n_layers?|depths?|num_blocks|n_blocks)|num_\w*(layers|blocks|stacks)", at_most(LAYERS))
+LAYERED: Rules = (
+    (r"(\w*_)?(layers|n_layers?|depths?|num_blocks|n_blocks)|num_\w*(layers|blocks|stacks)", at_most(LAYERS)),
 )
-EXPERTS = rules(
+EXPERTS: Rules = (
     (r"(moe_)?(num|n)_((local|routed|moe)_)?experts", at_most(4)),
     (r"n_group|num_expert_groups?|topk_group|top_k_groups?", at_most(1)),
     (r"\w*(experts_per_tok(en)?|top_?k|topk)|moe_k", at_most(2)),
 )
-LENGTHS = rules(
+LENGTHS: Rules = (
     (r"(\w*_)?(image|crop|input|img)_size", at_most(IMAGE)),
     (r"patch_size", at_most(8)),
     (r"(\w*_)?(max_\w*positions?(_embeddings)?|n_positions|n_ctx|context_length|max_seq_len\w*|seq_length|seqlen"
@@ -67,7 +61,7 @@ LENGTHS = rules(
     (r"base_channels", at_most(32)),
     (r"num_queries\w*|num_query_tokens|num_latents", at_most(8)),
 )  # fmt: skip
-WIDTHS = rules(
+WIDTHS: Rules = (
     (r"(\w*_)?(hidden|embed\w*|embedding|intermediate|ffn?|mlp|inner|proj\w*|model|projector|bottleneck)"
      r"_(size|dim|dims|width|sizes)", width),
     (r"d_(model|ff|inner|kv)|n_(embd|inner)|ffn_dim|dim|width|hidden_sizes?|embed_dims?|embed_dim_per_stage", width),
@@ -78,8 +72,8 @@ LEVELS = (
     STAYS + WORDS + LAYERED + EXPERTS + LENGTHS,
     WORDS + LAYERED + EXPERTS,
 )
-_DROP = re.compile(r"drop|jitter|^mask_(time|feature)_prob$|noise|mask_ratio")
-_IDS = re.compile(r"(token_ids?|token_index|_start_id|_end_id|_token|_pad_id|index_?id|_ids?)$")
+_DROP = r"drop|jitter|^mask_(time|feature)_prob$|noise|mask_ratio"
+_IDS = r"(token_ids?|token_index|_start_id|_end_id|_token|_pad_id|index_?id|_ids?)$"
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "hidden_dim", "embedding_size", "width")
 _WIDTH_LISTS = (*_WIDTHS, "hidden_sizes", "embed_dims", "embedding_dims", "encoder_channels", "neck_hidden_sizes")
 _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
@@ -111,14 +105,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(config_class: Any, level: int = 0) -> Any:
+def shrink_config(config_class: Any, level: int = 0) -> Any:
     """The architecture's configuration, small enough to train in a second on one core.
 
     level: 0 is smallest; 1 leaves widths and heads as they are, which not every architecture derives from one another;
         2 leaves sizes of images and windows too.
     """
     kind = config_class.model_type
-    shrunk = _shrink(config_class().to_dict(), {}, LEVELS[level])
+    shrunk = _shrink_values(config_class().to_dict(), {}, LEVELS[level])
     for pattern, changes in OVERRIDES.items():
         if re.fullmatch(pattern, kind):
             _merge(shrunk, changes)
@@ -133,126 +127,123 @@ def _merge(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
             values[key] = change
 
 
-def _shrink(values: Mapping[Any, Any], ids: dict[int, int], using: Rules) -> dict[str, Any]:
+def _shrink_values(values: Mapping[Any, Any], ids: dict[int, int], using: Rules) -> dict[str, Any]:
     """``values`` made small; ``ids`` maps special tokens of the default to those here, alike in all parts."""
     old = {str(key): value for key, value in values.items() if key not in _LEFT_OUT}
-    factor = _factor(old)
-    made = {key: _small(key, value, factor, ids, using) for key, value in old.items()}
-    _layer_lists(old, made)
-    _agree(old, made)
-    return made
+    factor = _find_factor(old)
+    new = {key: _shrink_value(key, value, factor, ids, using) for key, value in old.items()}
+    _cut_layer_lists(old, new)
+    _fit_numbers(old, new)
+    return new
 
 
-def _factor(values: Mapping[str, Any]) -> float:
-    for key in _WIDTHS:
-        if isinstance(values.get(key), int) and values[key] > WIDTH:
-            return float(values[key]) / WIDTH
-    for key in _WIDTH_LISTS:
-        found = values.get(key)
-        if isinstance(found, list | tuple) and found and isinstance(found[0], int) and found[0] > 16:
-            return found[0] / 16
-    return 16
+def _find_factor(values: Mapping[str, Any]) -> float:
+    widths = [values[key] for key in _WIDTHS if isinstance(values.get(key), int) and values[key] > WIDTH]
+    if widths:
+        return float(widths[0]) / WIDTH
+    lists = [values[key] for key in _WIDTH_LISTS if isinstance(values.get(key), list | tuple) and values[key]]
+    return next((sizes[0] / 16 for sizes in lists if isinstance(sizes[0], int) and sizes[0] > 16), 16)
 
 
-def _small(key: str, value: Any, factor: float, ids: dict[int, int], using: Rules) -> Any:
+def _shrink_value(key: str, value: Any, factor: float, ids: dict[int, int], using: Rules) -> Any:
     if isinstance(value, dict):
         if key.endswith("per_layer_config"):
             return {str(LAYERS - 1): next(iter(value.values()))} if value else value
-        return value if key in _AS_THEY_ARE else _shrink(value, ids, using)
+        return value if key in _AS_THEY_ARE else _shrink_values(value, ids, using)
     if isinstance(value, list | tuple):
-        return _small_list(key, list(value), factor, ids, using)
+        return _shrink_list(key, list(value), factor, ids, using)
     if isinstance(value, bool):
         return value and key not in ("use_cache", "apply_spec_augment")
-    if isinstance(value, int | float) and _DROP.search(key):
+    if isinstance(value, int | float) and re.search(_DROP, key):
         return type(value)(0) if value <= 1 else value
-    return _small_number(key, value, factor, ids, using) if isinstance(value, int) else value
+    return _shrink_number(key, value, factor, ids, using) if isinstance(value, int) else value
 
 
-def _small_list(key: str, values: list[Any], factor: float, ids: dict[int, int], using: Rules) -> list[Any]:
+def _shrink_list(key: str, values: list[Any], factor: float, ids: dict[int, int], using: Rules) -> list[Any]:
     if all(isinstance(x, int) and not isinstance(x, bool) for x in values):
-        if using is LEVELS[0] and HEADS[1][0].fullmatch(key):
+        if using is LEVELS[0] and re.fullmatch(HEADS[1][0], key):
             return [min(x, 2) for x in values]
-        if LAYERED[0][0].fullmatch(key):
+        if re.fullmatch(LAYERED[0][0], key):
             return [1 for _ in values]
-    return [_small(key, x, factor, ids, using) for x in values]
+    return [_shrink_value(key, x, factor, ids, using) for x in values]
 
 
-def _small_number(key: str, value: int, factor: float, ids: dict[int, int], using: Rules) -> int:
+def _shrink_number(key: str, value: int, factor: float, ids: dict[int, int], using: Rules) -> int:
     if value < 0:
         return value
-    if _IDS.search(key):
+    if re.search(_IDS, key):
         return value if value < PLAIN_IDS else ids.setdefault(value, PLAIN_IDS + len(ids))
-    small = next((small for pattern, small in using if pattern.fullmatch(key)), same)
+    small = next((small for pattern, small in using if re.fullmatch(pattern, key)), same)
     return small(value, factor)
 
 
-def _layer_lists(old: Mapping[str, Any], made: dict[str, Any]) -> None:
+def _cut_layer_lists(old: Mapping[str, Any], new: dict[str, Any]) -> None:
     """Lists with an entry for each layer: every kind stays, in its first order, and there are layers enough for it."""
     count = next((key for key in _COUNTS if isinstance(old.get(key), int) and old[key] > LAYERS), None)
     if count is None:
         return
     lists = [key for key, x in old.items() if isinstance(x, list | tuple) and len(x) == old[count]]
-    kinds = {key: {str(x): x for x in reversed(made[key])} for key in lists}
-    orders = {key: list(dict.fromkeys(map(str, made[key]))) for key in lists}
-    made[count] = max([LAYERS, *(min(len(order), 4) for order in orders.values())])
+    kinds = {key: {str(x): x for x in reversed(new[key])} for key in lists}
+    orders = {key: list(dict.fromkeys(map(str, new[key]))) for key in lists}
+    new[count] = max([LAYERS, *(min(len(order), 4) for order in orders.values())])
     for key in lists:
-        made[key] = [kinds[key][orders[key][i % len(orders[key])]] for i in range(made[count])]
+        new[key] = [kinds[key][orders[key][i % len(orders[key])]] for i in range(new[count])]
 
 
-def _agree(old: Mapping[str, Any], made: dict[str, Any]) -> None:
-    """What has to fit other numbers."""
-    heads = made.get("num_attention_heads")
-    if isinstance(heads, int) and old.get("num_key_value_heads") == old.get("num_attention_heads"):
-        made["num_key_value_heads"] = heads
-    if {"qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"} <= made.keys():
-        made["qk_head_dim"] = made["qk_nope_head_dim"] + made["qk_rope_head_dim"]
-    if made.get("num_key_value_heads", 0) is None and isinstance(heads, int):
-        made["num_key_value_heads"] = heads
-    if made.get("head_dim", 0) is None and isinstance(heads, int) and isinstance(made.get("hidden_size"), int):
-        made["head_dim"] = made["hidden_size"] // heads
+def _fit_numbers(old: Mapping[str, Any], new: dict[str, Any]) -> None:
+    """Make numbers agree that have to fit each other."""
+    heads = new.get("num_attention_heads")
+    if isinstance(heads, int):
+        is_same = old.get("num_key_value_heads") == old.get("num_attention_heads")
+        if is_same or new.get("num_key_value_heads", 0) is None:
+            new["num_key_value_heads"] = heads
+        if new.get("head_dim", 0) is None and isinstance(new.get("hidden_size"), int):
+            new["head_dim"] = new["hidden_size"] // heads
+    if {"qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"} <= new.keys():
+        new["qk_head_dim"] = new["qk_nope_head_dim"] + new["qk_rope_head_dim"]
     for rope in ("rope_parameters", "rope_scaling"):
-        _sections(made.get(rope), made)
-    if isinstance(made.get("d_head"), int) and isinstance(made.get("n_head"), int):
-        made["d_head"] = made["d_model"] // made["n_head"]
-    if "mamba_d_head" in made:
-        made |= {"mamba_n_heads": 4, "mamba_d_head": 2 * made["hidden_size"] // 4, "mamba_expand": 2}
-    if isinstance(made.get("vision_feature_layer"), list):
-        made["vision_feature_layer"] = [-1 - i for i in range(len(made["vision_feature_layer"]))]
-    if "mm_tokens_per_image" in made:
-        made["mm_tokens_per_image"] = 4
+        _fit_sections(new.get(rope), new)
+    if isinstance(new.get("d_head"), int) and isinstance(new.get("n_head"), int):
+        new["d_head"] = new["d_model"] // new["n_head"]
+    if "mamba_d_head" in new:
+        new |= {"mamba_n_heads": 4, "mamba_d_head": 2 * new["hidden_size"] // 4, "mamba_expand": 2}
+    if isinstance(new.get("vision_feature_layer"), list):
+        new["vision_feature_layer"] = [-1 - i for i in range(len(new["vision_feature_layer"]))]
+    if "mm_tokens_per_image" in new:
+        new["mm_tokens_per_image"] = 4
     if isinstance(old.get("out_features"), list | tuple):
-        _stages(len(old["out_features"]), made)
-    _parts_agree(made)
+        _fit_stages(len(old["out_features"]), new)
+    _fit_parts(new)
 
 
-def _stages(outputs: int, made: dict[str, Any]) -> None:
+def _fit_stages(outputs: int, new: dict[str, Any]) -> None:
     """A backbone that hands out layers, each a stage, hands out its last ones."""
-    count = next((key for key in _COUNTS if isinstance(made.get(key), int)), None)
-    if count is not None and "depths" not in made:
-        made[count] = max(made[count], outputs)
-        made["out_indices"] = list(range(made[count] - outputs + 1, made[count] + 1))
-        made.pop("out_features", None)
-        made.pop("stage_names", None)
+    count = next((key for key in _COUNTS if isinstance(new.get(key), int)), None)
+    if count is not None and "depths" not in new:
+        new[count] = max(new[count], outputs)
+        new["out_indices"] = list(range(new[count] - outputs + 1, new[count] + 1))
+        new.pop("out_features", None)
+        new.pop("stage_names", None)
 
 
-def _sections(rope: Any, made: Mapping[str, Any]) -> None:
+def _fit_sections(rope: Any, new: Mapping[str, Any]) -> None:
     """The pairs of a head's dims that turn by time, height and width are all that there are."""
     if not isinstance(rope, dict):
         return
     for part in rope.values():
-        _sections(part, made)
+        _fit_sections(part, new)
     if "mrope_section" in rope:
-        head = made.get("head_dim") or made["hidden_size"] // made["num_attention_heads"]
-        pairs = int(head * (rope.get("partial_rotary_factor") or made.get("partial_rotary_factor") or 1)) // 2
+        head = new.get("head_dim") or new["hidden_size"] // new["num_attention_heads"]
+        pairs = int(head * (rope.get("partial_rotary_factor") or new.get("partial_rotary_factor") or 1)) // 2
         rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
 
 
-def _parts_agree(made: dict[str, Any]) -> None:
+def _fit_parts(new: dict[str, Any]) -> None:
     """What one part's configuration says of another's."""
-    text = made.get("text_config")
+    text = new.get("text_config")
     if not isinstance(text, dict) or not isinstance(text.get("hidden_size"), int):
         return
-    for part in made.values():
+    for part in new.values():
         if isinstance(part, dict) and part is not text:
             said = ("out_hidden_size", "text_hidden_size", "text_dim", "llm_hidden_size")
             part.update({key: text["hidden_size"] for key in said if key in part})

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from models import build_transformer
-
 from zoo.inputs import BATCH, LENGTH, Batch, Losses
-from zoo.tiny_configs import LEVELS, tiny
+from zoo.tiny_configs import LEVELS, shrink_config
 from zoo.trial import Skip, Trial, seed
 
 FAMILIES = (  # an architecture is taken with the first head that it has here
@@ -68,7 +67,7 @@ def build_trial(kind: str, name: str) -> Trial:
     errors = []
     for level in range(len(LEVELS)):
         try:
-            return fit_trial(model_class, name, tiny(config_class, level))
+            return fit_trial(model_class, name, shrink_config(config_class, level))
         except Exception as error:
             errors.append(error)
     raise errors[0]
@@ -99,7 +98,7 @@ def fit_trial(model_class: Any, name: str, config: Any) -> Trial:
             return Trial(module, batch)
         except Exception as error:
             errors.append(error)
-        if not batch.fit(errors[-1]) and not batch.words_only():
+        if not batch.fit(errors[-1]) and not batch.drop_images_and_sounds():
             break
     raise errors[0]
 

@@ -7,7 +7,7 @@ import time
 
 import hosts
 import pytest
-from stress.killed_ranks import RESUME, SMALL, Run, bytes_of_last, check_kills, losses
+from stress.killed_ranks import RESUME, SMALL, Run, check_kills, read_last_checkpoint, read_losses
 
 import graphzero as gz
 
@@ -28,7 +28,7 @@ def test_with_a_rank_killed_a_run_ends_as_an_undisturbed_one(whole, tmp_path):
 
 @pytest.mark.skipif(not hosts.allowed(), reason="this user may not make network namespaces")
 def test_when_one_of_two_hosts_is_gone_the_other_goes_on_alone(whole, tmp_path):
-    wanted = losses(whole.output.read_text())
+    wanted = read_losses(whole.output.read_text())
     folder, outputs = tmp_path / "two", [tmp_path / name for name in ("first.txt", "second.txt")]
     with hosts.hosts() as names:
         first, second = (
@@ -47,9 +47,9 @@ def test_when_one_of_two_hosts_is_gone_the_other_goes_on_alone(whole, tmp_path):
                 host.wait()
     said = outputs[0].read_text()
     assert "send through gloo" in said and "goes on from step" in said, said
-    found = losses(said)
+    found = read_losses(said)
     assert max(found) == max(wanted) and found == pytest.approx({step: wanted[step] for step in found}, rel=1e-9)
-    assert set(bytes_of_last(folder)) == {"rank-00000.safetensors"}
+    assert set(read_last_checkpoint(folder)) == {"rank-00000.safetensors"}
 
 
 def test_slurm_starts_one_torchrun_on_each_host(tmp_path):

@@ -6,11 +6,11 @@ import copy
 
 import torch
 import torch.nn.functional as F
+from stress.user_programs.parts import floats, mlp, square, trained
+from stress.user_programs.program import Program, built_by, by_step, program
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, hessian, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
-
-from stress.user_programs.program import Program, built_by, by_step, floats, mlp, program, square, trained
 
 
 class Scaled(torch.autograd.Function):
@@ -83,9 +83,8 @@ def ensemble_by_vmap() -> Program:
     base = copy.deepcopy(models[0]).to("meta")
 
     def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        weights = {
-            name: torch.stack([dict(one.named_parameters())[name] for one in m]) for name, _ in m[0].named_parameters()
-        }
+        named = [dict(one.named_parameters()) for one in m]
+        weights = {name: torch.stack([one[name] for one in named]) for name in named[0]}
         out = vmap(lambda w: functional_call(base, w, (x,)))(weights)
         return trained(F.cross_entropy(out.flatten(0, 1), y.repeat(3)))
 

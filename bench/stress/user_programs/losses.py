@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from stress.user_programs.parts import classes, flags, floats, mlp, trained
+from stress.user_programs.program import Program, built_by, by_loss, by_step, program
 from torch import Tensor, nn
 
-from stress.user_programs.program import Program, built_by, by_step, classes, flags, floats, mlp, program, trained
 
-WEIGHTS = [0.2, 1.0, 3.0, 0.5]
-
-
-def of(loss) -> Program:
-    """A program of a loss of four logits and a target."""
-    return Program(mlp(), lambda m, x, y: trained(loss(m(x), y)))
-
-
-@built_by(of)
-def class_weights_of_the_batch(out: Tensor, y: Tensor) -> Tensor:
+@built_by(by_loss)
+def class_weights_of_the_batch(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     counts = torch.bincount(y, minlength=4).to(out.dtype) + 1
     return F.cross_entropy(out, y, weight=len(y) / counts)
 
 
-@program(floats(6, 5), classes(4, 6))
-def cross_entropy_of_tokens() -> Program:
-    return Program(mlp(), lambda m, x, y: trained(F.cross_entropy(m(x).transpose(1, 2), y, ignore_index=3)))
+@built_by(by_loss, floats(6, 5), classes(4, 6))
+def cross_entropy_of_tokens(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out.transpose(1, 2), y, ignore_index=3)
 
 
 @built_by(by_step, floats(6, 5), classes(4, 6), flags(6))
@@ -41,16 +34,16 @@ def mean_of_rows_of_means(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> T
     return trained(((rows * keep).sum(1) / keep.sum(1)).mean())
 
 
-@built_by(of)
-def hard_examples_only(out: Tensor, y: Tensor) -> Tensor:
+@built_by(by_loss)
+def hard_examples_only(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y, reduction="none").topk(8).values.mean()
 
 
-@built_by(of)
-def loss_above_a_quantile(out: Tensor, y: Tensor) -> Tensor:
+@built_by(by_loss)
+def loss_above_a_quantile(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     rows = F.cross_entropy(out, y, reduction="none")
-    kept = (rows >= rows.detach().median()).to(rows.dtype)
-    return (rows * kept).sum() / kept.sum()
+    chosen = (rows >= rows.detach().median()).to(rows.dtype)
+    return (rows * chosen).sum() / chosen.sum()
 
 
 @built_by(by_step, floats(5), floats(5))
@@ -71,8 +64,8 @@ def barlow_twins(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
     return trained((c.diagonal() - 1).pow(2).sum() + 0.01 * off)
 
 
-@built_by(of)
-def hardest_triplets(out: Tensor, y: Tensor) -> Tensor:
+@built_by(by_loss)
+def hardest_triplets(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     apart = torch.cdist(out, out + 1e-3)
     same = y[:, None] == y[None]
     far = apart.masked_fill(~same, -1.0).amax(1)
@@ -89,16 +82,16 @@ def policy_gradient(m: nn.Module, x: Tensor, action: Tensor, reward: Tensor) -> 
 
 @program(floats(5), classes(4), floats(), floats())
 def clipped_policy_ratio() -> Program:
-    model = nn.ModuleDict({"actor": mlp(), "critic": mlp(made=1)})
+    model = nn.ModuleDict({"actor": mlp(), "critic": mlp(outputs=1)})
 
-    def step(m: nn.Module, x: Tensor, action: Tensor, wanted: Tensor, before: Tensor) -> dict[str, Tensor]:
+    def step(m: nn.Module, x: Tensor, action: Tensor, reward: Tensor, before: Tensor) -> dict[str, Tensor]:
         logs = m["actor"](x).log_softmax(-1)[torch.arange(len(x)), action]
         value = m["critic"](x)[:, 0]
-        advantage = (wanted - value).detach()
+        advantage = (reward - value).detach()
         ratio = (logs - before.abs().neg()).exp()
         policy = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
         clipped = ((ratio - 1).abs() > 0.2).to(x.dtype).mean()
-        trained(policy + 0.5 * F.mse_loss(value, wanted))
+        trained(policy + 0.5 * F.mse_loss(value, reward))
         return {"policy": policy, "clipped": clipped}
 
     return Program(model, step)
@@ -106,7 +99,7 @@ def clipped_policy_ratio() -> Program:
 
 @program(floats(5), floats(5))
 def preference_pairs() -> Program:
-    model = nn.ModuleDict({"policy": mlp(made=1), "reference": mlp(made=1).requires_grad_(False)})
+    model = nn.ModuleDict({"policy": mlp(outputs=1), "reference": mlp(outputs=1).requires_grad_(False)})
 
     def step(m: nn.Module, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -124,15 +117,15 @@ def diffusion() -> Program:
 
     def step(m: nn.Module, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         share = keep[t][:, None, None]
-        given = share.sqrt() * x + (1 - share).sqrt() * noise
-        made = m["net"](given + m["time"](t)[..., None])
+        noisy = share.sqrt() * x + (1 - share).sqrt() * noise
+        predicted = m["net"](noisy + m["time"](t)[..., None])
         weight = torch.minimum(share / (1 - share), torch.tensor(5.0))
-        return trained((weight * F.mse_loss(made, noise, reduction="none")).mean())
+        return trained((weight * F.mse_loss(predicted, noise, reduction="none")).mean())
 
     return Program(model, step)
 
 
-@built_by(lambda step: Program(mlp(made=12), step), floats(5), floats(4))
+@built_by(lambda step: Program(mlp(outputs=12), step), floats(5), floats(4))
 def mixture_density(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     logits, mean, log = m(x).chunk(3, -1)
     parts = torch.distributions.Normal(mean, log.exp()).log_prob(y[:, :1]) + logits.log_softmax(-1)

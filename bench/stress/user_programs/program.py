@@ -1,4 +1,4 @@
-"""What a program is, and the makers of its batches.
+"""Programs, how they are registered, and the ways to build them.
 
 A program is a factory: called, it returns a model, its optimizers and a step function, all made again.  Its text is the
 same in plain PyTorch and in a Graph.  Tensors are made in the default dtype, which the caller sets.
@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from stress.user_programs.parts import Maker, classes, floats, mlp, trained
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-ROWS = 16  # of a whole batch: four ranks of two micro-batches get two rows each
-Maker = Callable[[torch.Generator], Any]  # of one input, from random numbers
 
 
 @dataclass
@@ -37,8 +36,8 @@ class Program:
 
     def __post_init__(self) -> None:
         if self.optimizer is None:
-            trained = [p for p in self.model.parameters() if p.requires_grad]
-            self.optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -90,33 +89,16 @@ def by_step(step: Callable[..., Any]) -> Program:
     return Program(mlp(), step)
 
 
-def floats(*shape: int) -> Maker:
-    return lambda generator: torch.randn(ROWS, *shape, generator=generator)
+def by_loss(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Program:
+    """A program of a function of four logits, inputs and a target."""
+    return Program(mlp(), lambda m, x, y: trained(loss(m(x), x, y)))
 
 
-def classes(count: int, *shape: int) -> Maker:
-    return lambda generator: torch.randint(count, (ROWS, *shape), generator=generator)
+def by_model(model_class: Callable[[], nn.Module]) -> Program:
+    """A program of a module that returns its loss."""
+    return Program(model_class(), lambda m, *inputs: trained(m(*inputs)))
 
 
-def flags(*shape: int) -> Maker:
-    """Booleans, of which each row has a true one first."""
-
-    def make(generator: torch.Generator) -> Tensor:
-        drawn = torch.rand(ROWS, *shape, generator=generator) > 0.4
-        drawn[(slice(None), 0) if shape else 0] = True
-        return drawn
-
-    return make
-
-
-def mlp(given: int = 5, made: int = 4, hidden: int = 8) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(given, hidden), nn.Tanh(), nn.Linear(hidden, made))
-
-
-def square(x: Tensor) -> Tensor:
-    return x.pow(2).mean()
-
-
-def trained(loss: Tensor) -> Tensor:
-    loss.backward()
-    return loss
+def by_classifier(model_class: Callable[[], nn.Module], **facts: Any) -> Program:
+    """A program that trains a module of five features and four classes."""
+    return Program(model_class(), lambda m, x, y: trained(F.cross_entropy(m(x), y)), **facts)

@@ -9,19 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from stress.user_programs.parts import floats, mlp, trained
+from stress.user_programs.program import Program, built_by, by_classifier, by_model, program
 from torch import Tensor, nn
 from torch.nn.utils import prune
-
-from stress.user_programs.program import Program, built_by, floats, mlp, program, trained
-
-
-def on(model: nn.Module, **facts: Any) -> Program:
-    """A program that trains a module of five features and four classes."""
-    return Program(model, lambda m, x, y: trained(F.cross_entropy(m(x), y)), **facts)
-
-
-def of_class(model_class: type[nn.Module]) -> Program:
-    return on(model_class())
 
 
 class Body(nn.Module):
@@ -33,37 +24,31 @@ class Body(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
-@program()
-def auxiliary_loss_passed_by_an_attribute() -> Program:
-    class Gate(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            out = super().forward(x).softmax(-1)
-            self.balance = (out.mean(0) ** 2).sum()
-            return out
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.body = Gate(5, 4), Body()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.gate(x) * self.body(x)
-
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x), y)
-        return trained(loss + 0.1 * model.gate.balance)
-
-    return Program(Model(), step)
+class Gate(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x).softmax(-1)
+        self.balance = (out.mean(0) ** 2).sum()
+        return out
 
 
-@built_by(of_class)
+@built_by(by_model)
+class AuxiliaryLossPassedByAnAttribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.body = Gate(5, 4), Body()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.gate(x) * self.body(x), y) + 0.1 * self.gate.balance
+
+
+@built_by(by_classifier)
 class WeightMadeOfDataUnderNoGrad(Body):
     def forward(self, x: Tensor) -> Tensor:
         self.b.weight.data = F.normalize(self.b.weight.data, dim=1)
         return super().forward(x)
 
 
-@built_by(of_class)
+@built_by(by_classifier)
 class LearntScalar(Body):
     def __init__(self) -> None:
         super().__init__()
@@ -73,22 +58,19 @@ class LearntScalar(Body):
         return super().forward(x) / self.temperature.exp().clamp(max=100)
 
 
-@program(floats(5), floats(5))
-def module_called_twice_with_a_buffer() -> Program:
-    class Model(Body):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("largest", torch.zeros(()))
+@built_by(lambda cls: Program(cls(), lambda m, x, z: trained(F.mse_loss(m(x), m(z)))), floats(5), floats(5))
+class ModuleCalledTwiceWithABuffer(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.largest = torch.maximum(self.largest, x.detach().abs().max())
-            return super().forward(x / self.largest)
-
-    return Program(Model(), lambda m, x, z: trained(F.mse_loss(m(x), m(z))))
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = torch.maximum(self.largest, x.detach().abs().max())
+        return super().forward(x / self.largest)
 
 
 def between(action: Callable[[Program, int], None], **facts: Any) -> Program:
-    return on(mlp(), between=action, **facts)
+    return by_classifier(mlp, between=action, **facts)
 
 
 @built_by(between)
@@ -97,14 +79,10 @@ def parameter_bound_anew_in_between(program: Program, number: int) -> None:
         program.model[2].bias = None
 
 
-@program()
-def weights_tied_in_between() -> Program:
-    def action(program: Program, number: int) -> None:
-        if number == 0:
-            program.model[2].weight = program.model[0].weight
-
-    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4))
-    return on(model, between=action)
+@built_by(lambda action: by_classifier(lambda: nn.Sequential(mlp(5, 5, 5), nn.Tanh(), nn.Linear(5, 4)), between=action))
+def weights_tied_in_between(program: Program, number: int) -> None:
+    if number == 0:
+        program.model[0][2].weight = program.model[0][0].weight
 
 
 @built_by(partial(between, writes=True))

@@ -4,42 +4,26 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from stress.user_programs.parts import classes, flags, floats, square, trained
+from stress.user_programs.program import Program, built_by, by_loss, by_model, by_step
 from torch import Tensor, nn
 
-from stress.user_programs.program import (
-    Program,
-    built_by,
-    by_step,
-    classes,
-    flags,
-    floats,
-    mlp,
-    program,
-    square,
-    trained,
-)
 
-
-def of(loss) -> Program:
-    """A program of a function of four logits, inputs and a target."""
-    return Program(mlp(), lambda m, x, y: trained(loss(m(x), x, y)))
-
-
-@built_by(of)
+@built_by(by_loss)
 def masked_assignment(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     out = out * 1
     out[x[:, :4] > 0] = 0.0
     return square(out) + F.cross_entropy(out, y)
 
 
-@built_by(of)
+@built_by(by_loss)
 def segments_of_the_batch(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     sums = torch.zeros(4, 4).index_add_(0, y, out)
     counts = torch.zeros(4).index_add_(0, y, torch.ones(len(y)))
     return square(out - (sums / counts.clamp(min=1)[:, None])[y])
 
 
-@built_by(of)
+@built_by(by_loss)
 def reduced_by_scatter(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     largest = torch.full((4, 4), -10.0).scatter_reduce(0, y[:, None].expand(-1, 4), out, "amax")
     return square(largest) + F.cross_entropy(out, y)
@@ -50,19 +34,16 @@ def complex_parameter(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return trained(F.cross_entropy((x.to(m["w"].dtype) @ m["w"]).abs().to(x.dtype), y))
 
 
-@program(floats(3, 8))
-def spectral_layer() -> Program:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 3, 4, 2) * 0.3)
+@built_by(by_model, floats(3, 8))
+class SpectralLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, 4, 2) * 0.3)
 
-        def forward(self, x: Tensor) -> Tensor:
-            low = torch.fft.rfft(x.to(self.weight.dtype))[..., :4]
-            made = torch.einsum("bif,iof->bof", low, torch.view_as_complex(self.weight))
-            return torch.fft.irfft(made, n=8)
-
-    return Program(Model(), lambda m, x: trained(F.mse_loss(m(x), x)))
+    def forward(self, x: Tensor) -> Tensor:
+        low = torch.fft.rfft(x.to(self.weight.dtype))[..., :4]
+        mixed = torch.einsum("bif,iof->bof", low, torch.view_as_complex(self.weight))
+        return F.mse_loss(torch.fft.irfft(mixed, n=8), x)
 
 
 @built_by(by_step, floats(4, 5))
@@ -71,7 +52,7 @@ def strides_set_by_hand(m: nn.Module, x: Tensor) -> Tensor:
     return trained(square(m(windows.mean(-1))) + square(m(x).as_strided((2, 4), (4, 1))))
 
 
-@built_by(of)
+@built_by(by_loss)
 def integer_arithmetic(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     parity = (y % 2).bool() ^ (y // 2 == 1)
     shifted = (y << 1 | parity.long()) & 3
@@ -85,33 +66,29 @@ def boolean_logic(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> tuple[Ten
     return trained(loss), keep.any(), (~keep).all()
 
 
-@built_by(of)
+@built_by(by_loss)
 def sorted_and_cumulated(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     ordered, places = out.sort(dim=1, descending=True)
     return square(ordered.softmax(1).cumsum(1)) + out.gather(1, places)[:, 0].mean() + out.logcumsumexp(1).mean()
 
 
-@built_by(of)
+@built_by(by_loss)
 def order_over_the_batch(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return out.sort(0).values[: len(out) // 2].pow(2).mean() + out.cumsum(0).pow(2).mean() + square(out.roll(1, 0))
 
 
-@program()
-def quantile_of_the_batch() -> Program:
-    return of(
-        lambda out, x, y: (
-            torch.quantile(out, 0.3, dim=0).sum() + out.median(0).values.sum() + out.kthvalue(2, 1)[0].sum()
-        )
-    )
+@built_by(by_loss)
+def quantile_of_the_batch(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return torch.quantile(out, 0.3, dim=0).sum() + out.median(0).values.sum() + out.kthvalue(2, 1)[0].sum()
 
 
-@built_by(of)
+@built_by(by_loss)
 def pairs_over_the_batch(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     gram = (out[:, None] - out[None]).pow(2).sum(-1)
     return (-gram).exp().mean() + torch.triu(gram, 1).mean() + F.pdist(out).mean()
 
 
-@built_by(of)
+@built_by(by_loss)
 def linear_algebra(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     m = out.view(-1, 2, 2)
     spd = m @ m.transpose(1, 2) + torch.eye(2, dtype=m.dtype)
@@ -138,17 +115,13 @@ def input_written_in_place(m: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, 
     return trained(F.cross_entropy(m(x), y)), x
 
 
-@built_by(of)
+@built_by(by_loss)
 def nan_rows_replaced(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     root = torch.where(x[:, :4] > 0, x[:, :4].clamp(min=1e-3).sqrt(), torch.zeros(()))
     return F.cross_entropy(torch.nan_to_num(out / (root + 1)), y)
 
 
-@program()
-def searched_and_binned() -> Program:
+@built_by(by_loss)
+def searched_and_binned(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     edges = torch.linspace(-1, 1, 3)
-
-    def loss(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(out, torch.bucketize(x[:, 0], edges)) + square(out.diff(dim=1))
-
-    return of(loss)
+    return F.cross_entropy(out, torch.bucketize(x[:, 0], edges)) + square(out.diff(dim=1))
