@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
 from _run import command_parser, format_table, parse_options
-
 from zoo import optimizers, transformers_models, trial
 
 PHASES = ("graph", "export")
