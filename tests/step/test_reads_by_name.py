@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
+import sys
+import types
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -155,3 +159,101 @@ def test_what_build_writes_by_name_is_there_while_it_runs_and_put_back() -> None
     assert Step(use, options)(x).tolist() == [6, 6]
     assert vars(options) == {"scale": 2.0, "old": 1.0}
     assert type(vars(options)) is dict
+
+
+class Settings:
+    scale, other = 2.0, 1.0
+
+
+SCALE = 2.0
+NAME = "scale"
+
+
+def by_local(step: Step) -> float:
+    settings = Settings
+    return settings.scale
+
+
+def by_argument(step: Step) -> float:
+    def use(settings: Any) -> float:
+        return settings.scale  # type: ignore[no-any-return]
+
+    return use(Settings)
+
+
+def by_loop(step: Step) -> float:
+    return sum(getattr(Settings, name) for name in ("scale", "other"))
+
+
+def by_import(step: Step) -> float:
+    import knobs
+
+    return knobs.scale  # type: ignore[no-any-return]
+
+
+def by_imported_name(step: Step) -> float:
+    from knobs import scale
+
+    return scale  # type: ignore[no-any-return]
+
+
+OF_CLASSES: dict[str, tuple[Callable[[Step], Any], Any]] = {
+    "a string": (lambda step: getattr(Settings, "scale"), None),  # noqa: B009
+    "a global string": (lambda step: getattr(Settings, NAME), None),
+    "strings of a loop": (by_loop, None),
+    "vars": (lambda step: vars(Settings)["scale"], None),
+    "attrgetter": (lambda step: attrgetter("scale")(Settings), None),
+    "a local variable": (by_local, None),
+    "an argument": (by_argument, None),
+    "an attribute": (lambda step: step.options.scale, Settings),
+    "an entry": (lambda step: step.options[0].scale, [Settings]),
+}
+OF_MODULES: dict[str, tuple[Callable[[Step], Any], str]] = {
+    "an import in a function": (by_import, ""),
+    "a name that a function imports": (by_imported_name, ""),
+    "sys.modules": (lambda step: sys.modules["knobs"].scale, ""),
+    "import_module": (lambda step: importlib.import_module("knobs").scale, ""),
+    "getattr": (lambda step: getattr(sys.modules["knobs"], NAME), ""),
+    "an attribute": (lambda step: step.options.scale, "knobs"),
+    "a function of an attribute": (lambda step: step.options.twice() / 2, "knobs"),
+}
+
+
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_data_of_a_class_that_is_handed_on_or_read_by_strings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (read, options), x = OF_CLASSES[name], torch.ones(2)
+    step = Step(lambda step, x: x * read(step), options)
+    assert step(x).tolist() == [read(step)] * 2
+    monkeypatch.setattr(Settings, "scale", 5.0)
+    assert step(x).tolist() == [read(step)] * 2
+    assert programs(step) == 2
+
+
+@pytest.mark.parametrize("name", OF_MODULES)
+def test_a_module_that_is_imported_in_build_or_handed_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    knobs, x = types.ModuleType("knobs"), torch.ones(2)
+    exec("scale = 2.0\nother = 1\ndef twice():\n    return 2 * scale", vars(knobs))
+    monkeypatch.setitem(sys.modules, "knobs", knobs)
+    read, options = OF_MODULES[name]
+    step = Step(lambda step, x: x * read(step), sys.modules.get(options))
+    assert step(x).tolist() == [2, 2]
+    knobs.other = 2  # type: ignore[attr-defined]
+    assert step(x).tolist() == [2, 2]
+    assert programs(step) == 1
+    knobs.scale = 3.0  # type: ignore[attr-defined]
+    assert step(x).tolist() == [3, 3]
+
+
+def test_a_global_that_is_read_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, x = Step(lambda step, x: x * globals()["SCALE"]), torch.ones(2)
+    assert step(x).tolist() == [2, 2]
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)
+    assert step(x).tolist() == [3, 3]
+
+
+def test_data_of_a_class_under_a_name_that_nothing_reads_is_free_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, x = Step(lambda step, x: x * step.options.scale, Settings), torch.ones(2)
+    step(x)
+    monkeypatch.setattr(Settings, "other", 2.0)
+    step(x)
+    assert programs(step) == 1
