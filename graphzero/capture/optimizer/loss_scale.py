@@ -37,12 +37,6 @@ class LossScale(nn.Module):
         self.register_buffer("growth_tracker", torch.zeros((), dtype=torch.int32))
         self.register_buffer("hysteresis", torch.tensor(scaling.hysteresis, dtype=torch.int32))
 
-    def step(self, scaling: Scaling, overflow: bool) -> None:
-        """Go on by one step: what the graph does, in plain PyTorch."""
-        states = (self.scale, self.growth_tracker, self.hysteresis)
-        for state, new in zip(states, _next_states(scaling, torch.tensor(overflow), *states), strict=True):
-            state.copy_(new)
-
 
 def _next_states(
     scaling: Scaling, overflow: Tensor, scale: Tensor, growth_tracker: Tensor, hysteresis: Tensor

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
-from graphzero.capture import LOSS_SCALE, LossScale
+from graphzero.capture import LOSS_SCALE
 from graphzero.capture.annotations.dtensor_calls import dtensor_calls
 from graphzero.capture.annotations.local_region_sbps import RegionSignature, checked_results
 from graphzero.capture.annotations.local_regions import regions
@@ -71,11 +71,13 @@ def eager_step(start: StepStart) -> dict[str, Any]:
         for i, leaf in enumerate(pytree.tree_leaves(result)):
             results[f"output {i}"] = leaf.detach() if isinstance(leaf, Tensor) else leaf
         grads = {path: p.grad for path, p in params.items() if p.grad is not None}
-        scaled = _scale_after(start, grads, now) if grads else 1.0
+        overflow, scaled = _overflows(start, reals, grads), 1.0
+        if overflow is not None:
+            results["skipped"], scaled = overflow, _scale_after(start, overflow, now)
         as_computed = {path: grad for path, grad in grads.items() if computed(params[path])}
         results |= {f"gradient {path}": grad.detach() * scaled for path, grad in as_computed.items()}
         _widen(start, params.values())
-        if grads and all(grad.isfinite().all() for grad in grads.values() if scaled != 1):
+        if grads and not overflow:
             results |= _update(
                 start, {id(real): params[path] for path, real in reals.items() if path in params}, params
             )
@@ -104,20 +106,41 @@ def _precise(start: StepStart) -> Iterator[None]:
         yield
 
 
-def _scale_after(start: StepStart, grads: dict[str, Tensor], buffers: dict[str, Tensor]) -> float:
-    """Factor by which the program scales gradients, 1 for none; updates the state of loss scaling for a step."""
-    precision = start.step.precision
-    if precision is None or precision.scaling is None:
-        return 1.0
-    scale = LossScale(precision.scaling)
-    state = {name: buffers[f"{LOSS_SCALE}.{name}"] for name, _ in scale.named_buffers()}
-    before = float(state["scale"])
-    scale.load_state_dict(state)
-    with torch.no_grad():
-        scale.step(precision.scaling, not all(bool(grad.isfinite().all()) for grad in grads.values()))
-        for name, now in scale.named_buffers():
-            state[name].copy_(now)
-    return before
+def _overflows(start: StepStart, reals: dict[str, Tensor], grads: dict[str, Tensor]) -> bool | None:
+    """Whether a gradient that an optimizer reads is not finite; None where no loss is scaled."""
+    if start.step.precision is None or start.step.precision.scaling is None:
+        return None
+    stepped = {id(p) for spec in start.optimizers for group in spec.optimizer.param_groups for p in group["params"]}
+    own = [grad for path, grad in grads.items() if id(reals[path]) in stepped]
+    return not all(bool(grad.isfinite().all()) for grad in own) if own else None
+
+
+def _scale_after(start: StepStart, overflow: bool, buffers: dict[str, Tensor]) -> float:
+    """Factor by which the program scales gradients; updates the state of loss scaling for a step.
+
+    It is written in numbers of Python, and not with what the program is made from, so that it sees mistakes in that.
+    """
+    assert start.step.precision is not None and start.step.precision.scaling is not None
+    scaling = start.step.precision.scaling
+    state = {name: buffers[f"{LOSS_SCALE}.{name}"] for name in ("scale", "growth_tracker", "hysteresis")}
+    before, good_steps, overflows_left = (state[name].item() for name in state)
+    scale = before
+    if overflow:
+        good_steps, overflows_left = 0, max(overflows_left - 1, 0)
+        if not overflows_left:
+            scale = max(scale * scaling.backoff, scaling.least)
+    else:
+        good_steps += 1
+        is_due = good_steps >= scaling.interval
+        if is_due:
+            good_steps = 0
+            grown = scale * scaling.growth
+            scale = grown if grown <= torch.finfo(state["scale"].dtype).max else scale
+        if is_due or scaling.consecutive:
+            overflows_left = scaling.hysteresis
+    for buffer, new in zip(state.values(), (scale, good_steps, overflows_left), strict=True):
+        buffer.detach().fill_(new)
+    return float(before)
 
 
 def _parameter(real: Tensor, whole: Tensor) -> nn.Parameter:
