@@ -23,6 +23,7 @@ R = TypeVar("R")
 TRACEBACK = "GRAPHZERO_TRACEBACK"  # of the environment: 1 shows all frames of an error
 WAIT = 0.5  # seconds: a launcher ends all ranks when the first one has ended, and the whole error is to be read
 _OWN = f"{Path(__file__).parent}{os.sep}"
+_PYTHON = f"{Path(os.__file__).parent}{os.sep}"
 _HIDDEN = (_OWN, "contextlib.py", *(os.path.join(os.sep, "torch", *one) for one in (["fx"], ["_"], ["utils"], ["nn"])))
 _reported: dict[int, tuple[Exception, int]] = {}  # id of an error -> itself, and the rank that prints it
 
@@ -105,15 +106,17 @@ def shorten_repr(value: object) -> str:
 
 
 def where_raised(error: BaseException) -> str:
-    """The last line of others' code, neither graphzero's nor torch's tracing, that an error came through: ", at
-    file:line in function", or "" if there is none."""
-    frames = _user_frames(error.__traceback__)
-    while frames is not None and frames.tb_next is not None:
+    """The last line of others' code that an error came through: ", at file:line in function", or "" for none.
+
+    Others' is what is neither graphzero's nor torch's nor Python's own, nor generated.
+    """
+    frames, where = _user_frames(error.__traceback__), ""
+    while frames is not None:
+        code = frames.tb_frame.f_code
+        is_python = code.co_filename.startswith((_PYTHON, "<")) and "site-packages" not in code.co_filename
+        where = where if is_python else f", at {code.co_filename}:{frames.tb_lineno} in {code.co_name}"
         frames = frames.tb_next
-    if frames is None:
-        return ""
-    code = frames.tb_frame.f_code
-    return f", at {code.co_filename}:{frames.tb_lineno} in {code.co_name}"
+    return where
 
 
 def hides_frames(function: Callable[P, R]) -> Callable[P, R]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import keyword
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +33,9 @@ class PluginSetting:
     method: Callable[..., Any] | None = None
     in_program: bool = True
     said: str = ""
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+>")  # as Python shows an object without a text of its own
 
 
 class PluginValue(NamedTuple):
@@ -67,10 +73,16 @@ def plugin_methods() -> Mapping[str, tuple[tuple[str, ...], Callable[..., Any]]]
 def with_value(values: tuple[PluginValue, ...], name: str, value: Any) -> tuple[PluginValue, ...]:
     """``values`` with this one, by name.  Raises ConfigError for a value that the setting's check refuses."""
     setting = plugin_settings()[name]
-    if not setting.check.is_met(value):
-        raise setting.refusal(value)
+    with extensions(SETTINGS)[name].name_errors():
+        if not setting.check.is_met(value):
+            raise setting.refusal(value)
+        if not _is_hashable(value):
+            raise setting.refusal(value, f"programs are found by it, and a {type(value).__name__} has no hash")
+        if _ADDRESS.search(text(value)):
+            raise setting.refusal(value, "ranks compare its text, which is another one in each process; define __str__")
+        is_default = bool(value == setting.default)
     others = [one for one in values if one.name != name]
-    return tuple(sorted([*others, *[PluginValue(name, value)] * (value != setting.default)], key=lambda one: one.name))
+    return tuple(sorted([*others, *[PluginValue(name, value)] * (not is_default)], key=lambda one: one.name))
 
 
 @cache
@@ -78,11 +90,41 @@ def _added() -> Mapping[str, PluginSetting]:
     added = {}
     for name, plugin in extensions(SETTINGS).items():
         added[name] = plugin.load()
-        if not isinstance(added[name], PluginSetting):
-            raise plugin.refusal("is not a setting: give a graphzero.config.PluginSetting")
-        if not added[name].check.is_met(added[name].default):
-            raise plugin.refusal(f"has a default that its own check refuses, {added[name].default!r}")
+        with plugin.name_errors():
+            if problem := _problem_of(name, added[name]):
+                raise plugin.refusal(problem)
     return added
+
+
+def _problem_of(name: str, one: Any) -> str:
+    """Return why a plug-in's setting cannot be used, "" if it can."""
+    if not isinstance(one, PluginSetting):
+        return "is not a setting: give a graphzero.config.PluginSetting"
+    if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+        return f"adds config.{name}, which nobody can write: name the entry point as a public attribute of Python's"
+    if not isinstance(one.check, Check) or not (isinstance(one.check.end, str) or callable(one.check.end)):
+        return (
+            f"has the check {one.check!r}; give a graphzero.config.Check of a function and of words on what is allowed"
+        )
+    if not one.check.is_met(one.default):
+        return f"has a default that its own check refuses, {one.default!r}"
+    if not _is_hashable(one.default):
+        return f"has a default without a hash, {one.default!r}; programs are found by it"
+    method = one.method
+    if method is not None and not (
+        inspect.isfunction(method) and method.__name__.isidentifier() and inspect.signature(method).parameters
+    ):
+        return f"has the method {method!r}; give a function, by the name that users call, of the GraphConfig and more"
+    one.said.format("")
+    return ""
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _setting(name: str, added: PluginSetting) -> Setting:

@@ -69,12 +69,13 @@ class Setting:
     @property
     def method(self) -> str:
         """The method of GraphConfig that sets it, "" if an assignment does."""
-        return self.said.partition("(")[0]
+        method, bracket, _ = self.said.partition("(")
+        return method if bracket else ""
 
-    def refusal(self, value: Any) -> ConfigError:
-        """The error for a value that its check does not take."""
+    def refusal(self, value: Any, problem: str = "") -> ConfigError:
+        """The error for a value that cannot be taken, by default because its check does not."""
         said = self.said or f"config.{self.name} = {{}}"
-        return ConfigError(f"{said.format(shorten_repr(value))}: {self.check.allowed}")
+        return ConfigError(f"{said.format(shorten_repr(value))}: {problem or self.check.allowed}")
 
 
 def setting(default: T, check: Check, said: str = "", *, doc: str = "", in_program: bool = True) -> T:

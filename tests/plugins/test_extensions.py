@@ -76,6 +76,17 @@ setting = PluginSetting(0, Check(lambda x: isinstance(x, int), "give an int"))
 by_method = dataclasses.replace(setting, method=set_depth)
 reserved = RoomCheck("a maximum of 0", "the maximum is above 0", lambda graph: None)
 taken = RoomCheck("room for the rows of experts", "", lambda graph: None)
+no_check = PluginSetting(0, lambda x: True)
+no_words = PluginSetting(0, Check(lambda x: True, None))
+check_stops = PluginSetting(None, Check(lambda x: x > 0, "give an int"))
+no_hash = PluginSetting([], Check(lambda x: True, "give anything"))
+nameless_method = dataclasses.replace(setting, method=lambda config, depth: depth)
+method_of_nothing = dataclasses.replace(setting, method=lambda: 0)
+method_in_words = dataclasses.replace(setting, method="set_depth")
+wrong_words = dataclasses.replace(setting, said="set {depth}")
+any_value = PluginSetting(None, Check(lambda x: True, "give anything"))
+above_zero = PluginSetting(1, Check(lambda x: x > 0, "give a number above 0"))
+said_without_a_method = dataclasses.replace(setting, said="depth = {}")
 wrong_setting = PluginSetting("", Check(lambda x: isinstance(x, int), "give an int"))
 
 def read_recipe(config, given):
@@ -253,6 +264,24 @@ def test_a_pass_with_the_name_of_a_built_in_one_is_refused(site: Site) -> None:
         ("inputs", "MODULE:setting", "adds config.inputs, which is there already"),
         ("depth", "MODULE:wrong_setting", "has a default that its own check refuses, ''"),
         ("depth", "MODULE:Noop", "is not a setting: give a graphzero.config.PluginSetting"),
+        ("depth", "MODULE:no_check", "has the check <function .*; give a graphzero.config.Check"),
+        ("depth", "MODULE:no_words", "has the check .*; give a graphzero.config.Check of a function and of words"),
+        ("depth", "MODULE:check_stops", "stopped: TypeError: .*, at .*others_plugin.py:.* in <lambda>"),
+        ("depth", "MODULE:no_hash", r"has a default without a hash, \[\]"),
+        (
+            "depth",
+            "MODULE:nameless_method",
+            "has the method <function .*; give a function, by the name that users call",
+        ),
+        (
+            "depth",
+            "MODULE:method_of_nothing",
+            "has the method <function .*; give a function, by the name that users call",
+        ),
+        ("depth", "MODULE:method_in_words", "has the method 'set_depth'; give a function, by the name that users call"),
+        ("depth", "MODULE:wrong_words", "stopped: KeyError: 'depth'"),
+        ("my-depth", "MODULE:setting", "adds config.my-depth, which nobody can write"),
+        ("class", "MODULE:setting", "adds config.class, which nobody can write"),
         ("shapes", "MODULE:setting", "has the name of another one, graphzero.plugins.ragged.shapes:SHAPES"),
     ],
 )
@@ -273,6 +302,24 @@ def test_a_setting_is_compared_among_ranks_and_may_make_another_program(site: Si
     assert config.settings == Settings()
     with pytest.raises(gz.ConfigError, match="^config.depth = 'x': give an int$"):
         config.depth = "x"
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "problem"),
+    [
+        ("any_value", [1], r"^config.depth = \[1\]: programs are found by it, and a list has no hash$"),
+        ("any_value", object(), "^config.depth = <object object at .*>: ranks compare its text, .*; define __str__$"),
+        ("above_zero", "a", "of the distribution others-plugin stopped: TypeError: .* in <lambda>"),
+        ("said_without_a_method", "a", "^depth = 'a': give an int$"),
+    ],
+)
+def test_a_value_that_programs_and_ranks_cannot_compare_is_refused(
+    site: Site, target: str, value: object, problem: str
+) -> None:
+    site("settings", "depth", f"MODULE:{target}")
+    config = gz.GraphConfig(gz.placement("cpu", range(2), virtual=True))
+    with pytest.raises(gz.ConfigError, match=problem):
+        config.depth = value
 
 
 @pytest.mark.parametrize(
