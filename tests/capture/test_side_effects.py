@@ -240,7 +240,7 @@ def test_arrays_that_build_leaves_alone_are_not_named():
     arrays = {kind: make() for kind, make in ARRAYS.items()}
     fixed = np.ones(3)
     fixed.setflags(write=False)
-    _, run = capture(lambda self, x: self.model(x) * float(self.arrays["numpy, 3 MB"][1]), arrays=arrays, fixed=fixed)
+    _, run = capture(lambda self, x: self.model(x) * float(self.few[1]), few=np.ones(3), arrays=arrays, fixed=fixed)
     run()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import functools
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -193,3 +194,30 @@ def test_an_array_of_another_type_has_other_numbers_though_equal_bytes() -> None
     assert step(x).tolist() == [1, 1]
     step.held = array.array("f", array.array("i", [1]).tobytes())
     assert step(x).tolist() == [step.held[0]] * 2
+
+
+def first(held: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * float((held[0] if isinstance(held, list) else held)[0])
+
+
+@pytest.mark.parametrize("holder", [lambda values: values, lambda values: [values]])
+def test_numbers_of_a_large_array_are_read_with_a_warning(holder: Callable[[Any], Any]) -> None:
+    step = Step(holder(np.ones(200_000)), first)
+    with pytest.warns(UserWarning, match=r"build reads attribute held \(1\.5 MB\): .* later writes to it are not"):
+        step(torch.ones(2))
+
+
+def test_a_large_array_that_changes_or_cannot_change_needs_no_warning() -> None:
+    values, x = np.ones(200_000), torch.ones(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = Step(values, lambda held, x: x * torch.from_numpy(held)[0])
+        assert step(x).tolist() == [1, 1]
+        values[0] = 2
+        assert step(x).tolist() == [2, 2]
+        values.setflags(write=False)
+        assert Step(values, first)(x).tolist() == [2, 2]
+        step.unread = np.ones(200_000)
+        step.held = None
+        step.use = lambda held, x: x
+        step(x)

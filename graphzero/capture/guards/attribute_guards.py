@@ -11,7 +11,8 @@ import argparse
 import inspect
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType, MethodType, ModuleType
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphzero import _compat
+from graphzero.capture.guards.guarded_attributes import describe_path
 from graphzero.capture.guards.guarded_values import (
     ARRAY_TYPES,
     CONSTANT_TYPES,
@@ -33,6 +35,7 @@ from graphzero.capture.guards.guarded_values import (
     SET_TYPES,
     entries_of,
     guarded_value,
+    large_arrays,
     read_attribute,
     split_path,
     values_match,
@@ -92,6 +95,18 @@ class AttributeGuards:
     def __exit__(self, *raised: Any) -> None:
         self._patches.close()
         self._kinds, self._patched = list(self._patched), set()
+
+    def warn_of_large_arrays(self, is_read_anew: Callable[[Any], bool]) -> None:
+        """Warn of numpy arrays whose numbers build may have read and that no later call compares."""
+        arrays = ((path, x) for path, value in self.guarded.items() for x in large_arrays(value))
+        names = [f"{describe_path(path)} ({x.nbytes / 2**20:.1f} MB)" for path, x in arrays if not is_read_anew(x)]
+        if names:
+            warnings.warn(
+                f"build reads {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}: numbers in a numpy array of "
+                "more than 1 MB are read only once, while build is traced, and later writes to it are not noticed. "
+                "Pass the array in, read it by torch.from_numpy, or say that it stays as it is: .setflags(write=False)",
+                stacklevel=2,
+            )
 
     def unchanged_values(self) -> dict[str, Any]:
         """Guarded values that build has not set itself: after tracing they are what they were when it read them."""

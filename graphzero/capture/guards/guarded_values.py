@@ -6,7 +6,7 @@ import enum
 import functools
 from array import array
 from collections import deque
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, SimpleNamespace
@@ -137,6 +137,17 @@ def guarded_value(obj: Any, depth: int = 0) -> Any:
         return ContainerValue(kind.__name__, (view.format, view.tobytes()))
     kind = obj if issubclass(kind, type) else kind
     return ObjectIdentity(id(kind), kind.__qualname__, obj=kind)
+
+
+def large_arrays(guarded: Any) -> Iterator[Any]:
+    """Numpy arrays in a guarded value that may be written to and are too large to be compared by their contents."""
+    if isinstance(guarded, ObjectIdentity):
+        array = guarded.obj
+        if isinstance(array, np.ndarray) and array.flags.writeable and array.nbytes > _MAX_BYTES:
+            yield array
+    elif isinstance(guarded, ContainerValue):
+        for entry in guarded.entries:
+            yield from large_arrays(entry)
 
 
 def _is_tuple_of_constants(kind: type, obj: Any) -> bool:

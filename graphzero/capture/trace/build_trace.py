@@ -175,6 +175,7 @@ class BuildTrace:
             finally:
                 self.free.restore()
         self.value_reads.warn_of_texts()
+        self.guards.warn_of_large_arrays(self.free.is_whole)
         return self._traced(module, pins)
 
     def _build(self, batch: list[Any], scalars: list[Any], params: list[Any], buffers: list[Any]) -> list[Any]:

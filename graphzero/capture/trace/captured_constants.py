@@ -105,8 +105,16 @@ class CapturedConstants:
     def lies_in(self, array: Any) -> bool:
         """Return whether a constant lies in the memory of an array: numpy's, an ``array.array`` or a ``bytearray``."""
         start, end = address_of_array(array), address_of_array(array) + size_of_array(array)
-        constants = (x.untyped_storage() for x in (*self._lifted, *self._known.values()) if x.layout is torch.strided)
-        return any(x.data_ptr() < end and start < x.data_ptr() + x.nbytes() for x in constants)
+        return any(x.data_ptr() < end and start < x.data_ptr() + x.nbytes() for x in self._memory())
+
+    def is_whole(self, array: Any) -> bool:
+        """Return whether a constant is all of an array, so that every step reads what is in the array then."""
+        start, size = address_of_array(array), size_of_array(array)
+        return any(x.data_ptr() == start and x.nbytes() >= size for x in self._memory())
+
+    def _memory(self) -> Iterator[torch.UntypedStorage]:
+        constants = (*self._lifted, *self._known.values())
+        return (x.untyped_storage() for x in constants if x.layout is torch.strided)
 
     def _meet(self, x: Tensor) -> None:
         if isinstance(x, nn.Parameter) or (x.requires_grad and torch.is_grad_enabled()):
