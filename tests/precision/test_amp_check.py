@@ -80,3 +80,11 @@ def test_stages_scale_as_grad_scaler_and_skip_together(schedule, stage):
     seen = [state["exp_avg"] for state in graph.full_state_dict()["optimizers"][0]["state"].values()]
     for own, wanted in zip(seen, moments, strict=True):
         torch.testing.assert_close(own, wanted, rtol=0, atol=2e-3)
+
+
+def test_an_overflow_that_only_the_scale_makes_is_one_in_plain_pytorch_too():
+    """As in the first steps of a run, at the scale that a run begins with."""
+    graph = amp_graph(Pair(), 2, virtual(2), F16, clip=1.0, init_scale=2.0**31)
+    report = gz.check(graph, *batch())
+    assert report and not report.is_rounding and report.stages[0].differences["outputs"] == 0, str(report)
+    assert report.nonfinite and "agrees, but results are not finite" in str(report)

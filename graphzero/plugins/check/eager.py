@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
-from graphzero.capture import LOSS_SCALE
 from graphzero.capture.annotations.dtensor_calls import dtensor_calls
 from graphzero.capture.annotations.local_region_sbps import RegionSignature, checked_results
 from graphzero.capture.annotations.local_regions import regions
@@ -32,6 +31,7 @@ from graphzero.capture.trace.tracing_context import tracing_context
 from graphzero.ops import RANK_KEY
 from graphzero.plugins.check.float64_step import Float64Mode
 from graphzero.plugins.check.initial_state import StepStart
+from graphzero.plugins.check.scaled_loss import overflows, scale_after, scaling_losses
 from graphzero.runtime.tensors.shards import coordinates, join, piece
 from graphzero.sbp.placement import Placement
 
@@ -46,7 +46,7 @@ def eager_step(start: StepStart) -> dict[str, Any]:
         root.add_module(name, module)
     reals = {**dict(root.named_parameters()), **dict(root.named_buffers())}
     params = {path: _parameter(reals[path], x) for path, x in start.params.items()}
-    computed = _watch_gradients(params.values())
+    gradients = _GradientVersions(params.values())
     buffers = {path: x.clone() for path, x in start.buffers.items()}
     state: dict[str, Any] = {**params, **buffers}
     stand_ins = {id(real): state[path] for path, real in reals.items()}
@@ -64,6 +64,7 @@ def eager_step(start: StepStart) -> dict[str, Any]:
             _compat.reparametrize(root, dict(state)),
             torch.enable_grad(),
             _precise(start),
+            scaling_losses(start, params.values(), gradients.note),
         ):
             with _StandIns(stand_ins, _casts(start, params), narrow) as mode, _compat.autograd_under(mode):
                 result = start.step.build(*args, **kwargs)
@@ -71,10 +72,10 @@ def eager_step(start: StepStart) -> dict[str, Any]:
         for i, leaf in enumerate(pytree.tree_leaves(result)):
             results[f"output {i}"] = leaf.detach() if isinstance(leaf, Tensor) else leaf
         grads = {path: p.grad for path, p in params.items() if p.grad is not None}
-        overflow, scaled = _overflows(start, reals, grads), 1.0
+        overflow, scaled = overflows(start, reals, grads), 1.0
         if overflow is not None:
-            results["skipped"], scaled = overflow, _scale_after(start, overflow, now)
-        as_computed = {path: grad for path, grad in grads.items() if computed(params[path])}
+            results["skipped"], scaled = overflow, scale_after(start, overflow, now)
+        as_computed = {path: grad for path, grad in grads.items() if gradients.are_as_computed(params[path])}
         results |= {f"gradient {path}": grad.detach() * scaled for path, grad in as_computed.items()}
         _widen(start, params.values())
         if grads and not overflow:
@@ -106,43 +107,6 @@ def _precise(start: StepStart) -> Iterator[None]:
         yield
 
 
-def _overflows(start: StepStart, reals: dict[str, Tensor], grads: dict[str, Tensor]) -> bool | None:
-    """Whether a gradient that an optimizer reads is not finite; None where no loss is scaled."""
-    if start.step.precision is None or start.step.precision.scaling is None:
-        return None
-    stepped = {id(p) for spec in start.optimizers for group in spec.optimizer.param_groups for p in group["params"]}
-    own = [grad for path, grad in grads.items() if id(reals[path]) in stepped]
-    return not all(bool(grad.isfinite().all()) for grad in own) if own else None
-
-
-def _scale_after(start: StepStart, overflow: bool, buffers: dict[str, Tensor]) -> float:
-    """Factor by which the program scales gradients; updates the state of loss scaling for a step.
-
-    It is written in numbers of Python, and not with what the program is made from, so that it sees mistakes in that.
-    """
-    assert start.step.precision is not None and start.step.precision.scaling is not None
-    scaling = start.step.precision.scaling
-    state = {name: buffers[f"{LOSS_SCALE}.{name}"] for name in ("scale", "growth_tracker", "hysteresis")}
-    before, good_steps, overflows_left = (state[name].item() for name in state)
-    scale = before
-    if overflow:
-        good_steps, overflows_left = 0, max(overflows_left - 1, 0)
-        if not overflows_left:
-            scale = max(scale * scaling.backoff, scaling.least)
-    else:
-        good_steps += 1
-        is_due = good_steps >= scaling.interval
-        if is_due:
-            good_steps = 0
-            grown = scale * scaling.growth
-            scale = grown if grown <= torch.finfo(state["scale"].dtype).max else scale
-        if is_due or scaling.consecutive:
-            overflows_left = scaling.hysteresis
-    for buffer, new in zip(state.values(), (scale, good_steps, overflows_left), strict=True):
-        buffer.detach().fill_(new)
-    return float(before)
-
-
 def _parameter(real: Tensor, whole: Tensor) -> nn.Parameter:
     param = nn.Parameter(whole.clone(), requires_grad=real.requires_grad)
     param.__dict__.update(vars(real))
@@ -152,23 +116,22 @@ def _parameter(real: Tensor, whole: Tensor) -> nn.Parameter:
     return param
 
 
-def _watch_gradients(params: Iterable[nn.Parameter]) -> Callable[[nn.Parameter], bool]:
-    """Return whether build has left the gradient of a parameter as backward computed it, and not clipped it, say."""
-    versions: dict[int, tuple[Tensor | None, int]] = {}
+class _GradientVersions:
+    """Gradients as backward computed them: whether build has left one so, and not clipped it, say."""
 
-    def note(param: Tensor) -> None:
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self._versions: dict[int, tuple[Tensor | None, int]] = {}
+        for param in params:
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(self.note)
+
+    def note(self, param: Tensor) -> None:
         assert param.grad is not None
-        versions[id(param)] = param.grad, param.grad._version
+        self._versions[id(param)] = param.grad, param.grad._version
 
-    for param in params:
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(note)
-
-    def is_as_computed(param: nn.Parameter) -> bool:
-        grad, version = versions.get(id(param), (param.grad, -1))
+    def are_as_computed(self, param: nn.Parameter) -> bool:
+        grad, version = self._versions.get(id(param), (param.grad, -1))
         return grad is param.grad and (version < 0 or grad is None or grad._version == version)
-
-    return is_as_computed
 
 
 def _update(start: StepStart, copy_of: dict[int, nn.Parameter], params: dict[str, nn.Parameter]) -> dict[str, Any]:
