@@ -71,12 +71,32 @@ class Extension:
                 raise
             raise self.refusal(f"stopped: {type(error).__name__}: {error}{where_raised(error)}") from error
 
+    def guard(self, members: Any) -> Any:
+        """An object of the plug-in's, or one of another distribution whose methods run within ``name_errors``."""
+        return members if self.is_own else _Guarded(self, members)
+
     def refusal(self, problem: str) -> ConfigError:
         """The error for a plug-in that cannot be used."""
         return ConfigError(
             f"plug-in {self.name!r} ({self.point}: {self.target}) of the distribution {self.distribution} {problem}\n"
             f"  Update it, or uninstall it: pip uninstall {self.distribution}"
         )
+
+
+class _Guarded:
+    def __init__(self, plugin: Extension, members: Any) -> None:
+        self._plugin, self._members = plugin, members
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self._members, name)
+        if not callable(member):
+            return member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._plugin.name_errors():
+                return member(*args, **kwargs)
+
+        return call
 
 
 @cache

@@ -28,10 +28,10 @@ from graphzero.checkpoint.checkpointer import Checkpointer
 from graphzero.config import GraphConfig
 from graphzero.errors import CapacityError, CaptureError, ConfigError, hides_frames
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.verifier.read_only_graphs import ReadOnlyGraphs
 from graphzero.logs import OPTIONS
 from graphzero.passes import Record
 from graphzero.plan import Plan
-from graphzero.plan.plan_extension import ReadOnlyGraphs
 from graphzero.runtime.execute.checks import room_checks
 from graphzero.runtime.state import full_tensors, modules
 from graphzero.runtime.state.modules import ModuleTensor

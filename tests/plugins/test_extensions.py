@@ -610,10 +610,11 @@ breaks = RoomCheck("a maximum of 0", "the maximum is above 0", lambda graph: gra
 REFUSED = r"plug-in '\w+' \(graphzero.{}: .*\) of the distribution others-plugin {}"
 
 
-def two_layers(names: tuple[str, ...] = ("dp",)) -> TrainGraph:
+def two_layers(names: tuple[str, ...] = ("dp",), trains: bool = False) -> TrainGraph:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    return TrainGraph(model, mean_square, placement=gz.placement("cpu", range(2), names=names, virtual=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if trains else None
+    return TrainGraph(model, mean_square, optimizer, placement=gz.placement("cpu", range(2), names=names, virtual=True))
 
 
 @pytest.mark.parametrize(
@@ -751,3 +752,85 @@ def test_a_method_of_several_settings_that_does_not_set_them_is_refused(site: Si
         ):
             config.deepen(depth)
     assert config.description == "depth=1, width=1"
+
+
+EXECUTORS = """
+import torch
+from graphzero.plugins.inductor.compiled import written
+from graphzero.plugins.inductor.region_ops import join
+
+class Plain:
+    def __init__(self, world):
+        self.world = world
+    def join(self, graph):
+        return join(graph)
+    def region_function(self, op, local):
+        module, _ = written(op.region, self.world, local)
+        return lambda operands: self.finish(list(module(*operands)))
+    def finish(self, results):
+        return results
+
+class StopsFirst(Plain):
+    def __init__(self, world):
+        raise ValueError("no compiler")
+
+class JoinsNothing(Plain):
+    def join(self, graph):
+        pass
+
+class JoinsInPlace(Plain):
+    def join(self, graph):
+        next(node for node in graph.nodes if node.op == "call_function").name = "first"
+        return graph
+
+class Drops(Plain):
+    def join(self, graph):
+        joined = join(graph)
+        joined.set_output(joined.outputs, joined.aux, {})
+        return joined
+
+class HasNoFunction(Plain):
+    def region_function(self, op, local):
+        pass
+
+class StopsLate(Plain):
+    def finish(self, results):
+        return results[99]
+
+class GivesFewer(Plain):
+    def finish(self, results):
+        return results[:-1]
+
+class Rounds(Plain):
+    def finish(self, results):
+        return [x.half() for x in results]
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("StopsFirst", "stopped: ValueError: no compiler, at .* in __init__"),
+        ("JoinsNothing", r"has join\(graph\) give None, not a copy of the graph with regions"),
+        ("JoinsInPlace", "changed the local graph Train that it may only read, at 'first'"),
+        ("Drops", r"has join\(graph\) give a program of other ends: the new value of model_0_bias, the new value of "),
+        ("HasNoFunction", "has region_function give None, which cannot be called"),
+        ("StopsLate", "stopped: IndexError: list index out of range, at .* in finish"),
+        ("GivesFewer", r"has a region give .*, which is to give torch.float32 of \[1, 2\], "),
+        ("Rounds", r"has a region give torch.float16 of \[1, 2\], .*, which is to give torch.float32 of \[1, 2\], "),
+    ],
+)
+def test_an_executor_that_misbehaves_is_named(site: Site, target: str, problem: str) -> None:
+    site("executors", "other", f"MODULE:{target}", text=EXECUTORS)
+    graph = two_layers(trains=True)
+    graph.config.set_executor("other")
+    with pytest.raises(gz.ConfigError, match=REFUSED.format("executors", problem)):
+        graph(torch.ones(2, 2))
+
+
+def test_an_executor_of_others_computes_what_eager_does(site: Site) -> None:
+    site("executors", "other", "MODULE:Plain", text=EXECUTORS)
+    graph, plain = two_layers(trains=True), two_layers(trains=True)
+    graph.config.set_executor("other")
+    for _ in range(2):
+        assert torch.equal(graph(torch.ones(2, 2)), plain(torch.ones(2, 2)))
