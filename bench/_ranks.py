@@ -32,15 +32,16 @@ def context() -> Any:
 
 
 def start(
-    work: Callable[..., Any], args: Sequence[Any], ranks: int, method: str = "forkserver", seconds: float | None = None
-) -> None:
-    """Run ``work(rank, *args)`` in so many new processes, to the end of all; raises if one fails, and ends the others.
+    function: Callable[..., Any], args: Sequence[Any], ranks: int, method: str = "forkserver",
+    seconds: float | None = None,
+) -> None:  # fmt: skip
+    """Run ``function(rank, *args)`` in so many new processes, to the end of all; raises if one fails, and ends all.
 
-    ``work`` is a function of a module.  method: of multiprocessing, "spawn" for processes that load all again.
+    ``function`` is one of a module.  method: of multiprocessing, "spawn" for processes that load all again.
     seconds: for which it waits for the next of them to end; TimeoutError where none does.
     """
     context()
-    started = mp.start_processes(_begin, (work, args), ranks, join=False, start_method=method)
+    started = mp.start_processes(_begin, (function, args), ranks, join=False, start_method=method)
     try:
         alive = len(started.sentinels)
         while not started.join(seconds):
@@ -53,13 +54,13 @@ def start(
             process.join()
 
 
-def start_as_torchrun(work: Callable[..., Any], args: Sequence[Any], ranks: int) -> None:
+def start_as_torchrun(function: Callable[..., Any], args: Sequence[Any], ranks: int) -> None:
     """The same in the environment that torchrun gives its processes; the job's store is held here, as its agent does.
 
     A port that is looked for here and opened there might be somebody else's by then.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    start(_enter, (dict(os.environ), ranks, store.port, work, args), ranks)
+    start(_enter, (dict(os.environ), ranks, store.port, function, args), ranks)
 
 
 def end_with_parent() -> None:
@@ -77,13 +78,13 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
-def _begin(rank: int, work: Callable[..., Any], args: Sequence[Any]) -> None:
+def _begin(rank: int, function: Callable[..., Any], args: Sequence[Any]) -> None:
     end_with_parent()
-    work(rank, *args)
+    function(rank, *args)
 
 
 def _enter(
-    rank: int, environment: dict[str, str], ranks: int, port: int, work: Callable[..., Any], args: Sequence[Any]
+    rank: int, environment: dict[str, str], ranks: int, port: int, function: Callable[..., Any], args: Sequence[Any]
 ) -> None:
     os.environ.clear()  # what it was forked with may be an earlier world's
     os.environ.update(environment)
@@ -91,4 +92,4 @@ def _enter(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="localhost", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
-    work(rank, *args)
+    function(rank, *args)

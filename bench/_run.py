@@ -79,6 +79,13 @@ def average_over_ranks(numbers: Any) -> Any:
     return (total / dist.get_world_size()).tolist()
 
 
+def gather_over_ranks(value: Any) -> list[Any]:
+    """The object of each rank; every rank calls it."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()

@@ -4,10 +4,9 @@
     python bench/ablation.py tiles     # logits of a GPT-2 in tiles of rows
     python bench/ablation.py order     # gradients of weights that are computed later
 
-recompute, tiles: models train on one rank, in turn with themselves under other settings; a time is the median over
-rounds of a step's seconds of the processor by those of the first setting in the same round.  Bytes are the plan's, and
-beside them whether the dispatcher sees the same peak.  order: the planned peak of two ranks, with backward as it is
-written and with what may wait made later.
+recompute, tiles: models train on one rank, in turn with themselves under other settings; bench/results/recompute.md
+says what the columns are.  order: the planned peak of two ranks, with backward as it is written and with what may wait
+made later.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ def print_turns(
         assert all(abs(a / b - 1) <= limit for x in losses.values() for a, b in zip(x, first, strict=True)), losses
         times = time_in_turn({setting: partial(graph, *batch) for setting, graph in graphs.items()}, rounds)
         base = next(iter(times.values()))
-        rows += [
-            [name, setting, *describe_run(graph, batch, times[setting], base)] for setting, graph in graphs.items()
-        ]
+        for setting, graph in graphs.items():
+            rows.append([name, setting, *describe_run(graph, batch, times[setting], base)])
     print(format_table(HEAD, rows))
 
 

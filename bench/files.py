@@ -1,12 +1,8 @@
 """Cost of checkpoints beside torch.distributed.checkpoint: ``python bench/files.py``; figures: bench/results/files.md.
 
-A GPT of GPT-2's size, 124 million parameters, and AdamW's states, float32, on two gloo ranks at stage 3, against FSDP2
-of the same model and DCP (``torch.distributed.checkpoint``, its own defaults: one thread, files synced).  Both hold
-their model all the time in the same two processes, and take turns.  A load reads files that were just written, in
-``TMPDIR``, and once more, from the disk, when the kernel has forgotten them.  Seconds are those of the slowest rank,
-from the moment when all have come; those of the processor are both ranks' together, in all threads; the peak is of what
-a rank holds beside what it held before, as the kernel counts it.  graphzero sums all that it writes and compares what
-it reads; DCP does neither.
+The page says what is trained and held.  A load reads files that were just written, in ``TMPDIR``, and once more, from
+the disk, when the kernel has forgotten them.  Seconds are those of the slowest rank, from the moment when all have
+come; those of the processor are both ranks' together, in all threads; the peak is as the kernel counts it.
 """
 
 from __future__ import annotations

@@ -6,9 +6,7 @@
 Each takes a part of its grid; ``--full`` takes all of it.  The figures stand in bench/results/ under these names.
 
 A row has for each stage the largest relative difference of a loss and the largest difference of a parameter or buffer,
-in float64 against limits of 1e-6 and 2e-6, in float32 of 1e-6 and, under SGD, 5e-6; whether all stages gave the same
-bits; and what one rank sends in a step on each axis.  Layouts are data parallel, data x tensor parallel, tensor
-parallel, and two data axes, ZeRO over both or over the inner one, with AdamW in float64.
+held against ``parity.LIMITS``; whether all stages gave the same bits; and what one rank sends in a step on each axis.
 
 Exit status 1 where something is beyond its limit, or stages on data parallel virtual ranks differ.
 """

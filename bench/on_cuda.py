@@ -62,25 +62,21 @@ WARM_UP = 2  # steps before CUDA graphs are captured, graphzero's and those by h
 Step = Callable[[Tensor, Tensor], Any]
 
 
-def graph_step(
-    model: torch.nn.Module, device: str, executor: str, in_cuda_graph: bool, amp: bool, parts: int
-) -> tuple[Step, Callable[[], int | None]]:
+def build_graph(model: GPT, device: str, executor: str, in_cuda_graph: bool, amp: bool, parts: int) -> TrainGraph:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     graph = TrainGraph(model, optimizer, placement=gz.placement(device, range(1), virtual=True))
     graph.config.enable_amp(amp)
     graph.config.set_gradient_accumulation_steps(parts)
     graph.config.set_executor(executor)
     graph.config.set_cuda_graph(in_cuda_graph)
-    return graph, lambda: graph.plan.memory.peak
+    return graph
 
 
-def peer_step(
-    model: torch.nn.Module, mode: str, in_cuda_graph: bool, amp: bool, parts: int
-) -> tuple[Step, Callable[[], int | None]]:
+def build_peer(model: GPT, mode: str, in_cuda_graph: bool, amp: bool, parts: int) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, capturable=in_cuda_graph)
     forward = torch.compile(model, mode=mode) if mode else model
     step = build_loop(forward, optimizer, parts, torch.bfloat16 if amp else None)
-    return CapturedStep(step) if in_cuda_graph else step, lambda: None
+    return CapturedStep(step) if in_cuda_graph else step
 
 
 class CapturedStep:
@@ -136,17 +132,16 @@ def measure(
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     how, in_cuda_graph = (OURS | PEERS)[system]
     in_cuda_graph &= device != "cpu"
-    if system in OURS:
-        step, planned = graph_step(model, device, how, in_cuda_graph, dtype == "amp", parts)
-    else:
-        step, planned = peer_step(model, how, in_cuda_graph, dtype == "amp", parts)
+    settings = how, in_cuda_graph, dtype == "amp", parts
+    step: Any = build_graph(model, device, *settings) if system in OURS else build_peer(model, *settings)
     for i in range(5):
         if i == WARM_UP and device != "cpu":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         loss = step(x, y)
+    planned = step.plan.memory.peak if system in OURS else None
     if device == "cpu":
-        return {"ms": 0.0, "peak": 0, "requested": 0, "reserved": 0, "planned": planned(), "loss": float(loss)}
+        return {"ms": 0.0, "planned": planned, "loss": float(loss), **dict.fromkeys(MEMORY, 0)}
     torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     events[0].record()
@@ -155,9 +150,9 @@ def measure(
         event.record()
     torch.cuda.synchronize()
     times = [one.elapsed_time(other) for one, other in zip(events, events[1:], strict=False)]
-    figures = {"ms": statistics.median(times), "planned": planned(), "loss": float(loss)}
-    figures |= {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    figures["requested"] = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    memory = torch.cuda.memory_stats()
+    figures = {"ms": statistics.median(times), "planned": planned, "loss": float(loss)}
+    figures |= {name: memory[f"{key}_bytes.all.peak"] for name, key in MEMORY.items()}
     if in_cuda_graph and system in OURS:
         figures["how"] = next(line for line in repr(step).splitlines() if line.startswith("CUDA graph"))
     if listed:
@@ -165,6 +160,7 @@ def measure(
     return figures
 
 
+MEMORY = {"peak": "allocated", "requested": "requested", "reserved": "reserved"}  # names -> CUDA's allocator's
 HEAD = ["system", "ms a step", "ratio", "tokens/s", "planned", "peak", "requested", "reserved", "loss"]
 
 

@@ -3,11 +3,8 @@
     python bench/ops.py                # PyTorch's samples
     python bench/ops.py --models       # the steps of eleven models; names choose some
 
-The counts stand in docs/ops.md.  Every sample becomes a step, the op and its backward, and is captured as a Graph
-captures it.  The step is run on real values, which must give what PyTorch gives.  Each ATen call in it is then run as
-every signature of its rule says, on 2 and on 3 ranks: the pieces must join to the call's own result.  Printed are how
-many samples a Graph takes, how many calls may be split, which are whole on every rank, and what is wrong.
-With ``--models`` the steps are those of models, forward, backward and AdamW in float64, each distinct call once.
+docs/ops.md says what is tried, and what the counts are.  With ``--models`` the steps are those of models, forward,
+backward and AdamW in float64, each distinct call once.
 """
 
 from __future__ import annotations

@@ -93,8 +93,7 @@ def find_bases(measured: Mapping[str, Any], bases: Sequence[str]) -> dict[str, l
 
 def gather_loss(loss: torch.Tensor | None) -> float:
     """The loss of the whole batch: a Graph returns it, others that of the rank's part or, on some ranks, nothing."""
-    losses: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(losses, None if loss is None else loss.item())
+    losses = _run.gather_over_ranks(None if loss is None else loss.item())
     return statistics.fmean(value for value in losses if value is not None)
 
 
@@ -123,6 +122,10 @@ class StepTimes:
         """The median of that ratio for the processor's seconds."""
         return statistics.median(divide_medians(self.cpu, base.cpu))
 
+    def format_ratios(self, base: StepTimes) -> list[str]:
+        low, middle, high = self.ratio_to(base)
+        return [f"{middle:.2f} ({low:.2f} to {high:.2f})", f"{self.cpu_ratio_to(base):.2f}"]
+
     def loss_difference(self, base: StepTimes) -> float:
         """The largest relative difference of a loss."""
         return max(abs(a - b) / abs(b) for a, b in zip(self.losses, base.losses, strict=True))
@@ -138,8 +141,7 @@ def format_times(times: Mapping[str, StepTimes], names: Sequence[str]) -> str:
     for (name, one), *compared in zip(times.items(), *bases.values(), strict=True):
         row = [name, *(f"{figure:.1f}" for figure in one.milliseconds())]
         for base in compared:
-            low, middle, high = one.ratio_to(base) if base else (0.0, 0.0, 0.0)
-            row += [f"{middle:.2f} ({low:.2f} to {high:.2f})", f"{one.cpu_ratio_to(base):.2f}"] if base else ["-", "-"]
+            row += one.format_ratios(base) if base else ["-", "-"]
         off = one.loss_difference(next(filter(None, compared), first))
         rows.append([*row, f"{one.losses[0]:.5f}", f"{off:.0e}"])
     head = [text for base in bases for text in (f"to {base} (quartiles)", f"CPU to {base}")]
@@ -176,22 +178,16 @@ def time_systems(
 
 MEASURED_STEPS = 6
 
-
-@dataclass(frozen=True)
-class Peak:
-    """Bytes above what rank 0 held before until the first step's end; and over later steps, of each rank."""
-
-    first: int
-    later: list[int]
+Peak = tuple[int, list[int]]  # bytes above those before: of rank 0 until the first step's end, of each rank later
 
 
 def format_peaks(peaks: Mapping[str, Peak], names: Sequence[str]) -> str:
     bases, rows = find_bases(peaks, names), []
-    for (name, one), *compared in zip(peaks.items(), *bases.values(), strict=True):
-        ratios = [f"{one.later[0] / base.later[0]:.2f}" if base else "-" for base in compared]
-        own, *others = (f"{nbytes / 1e6:.1f}" for nbytes in one.later)
-        rows.append([name, own, *ratios, f"{one.first / 1e6:.1f}", *others])
-    ranks = [f"rank {rank}, MB" for rank in range(1, len(next(iter(peaks.values())).later))]
+    for (name, (first, later)), *compared in zip(peaks.items(), *bases.values(), strict=True):
+        ratios = [f"{later[0] / base[1][0]:.2f}" if base else "-" for base in compared]
+        own, *others = (f"{nbytes / 1e6:.1f}" for nbytes in later)
+        rows.append([name, own, *ratios, f"{first / 1e6:.1f}", *others])
+    ranks = [f"rank {rank}, MB" for rank in range(1, len(later))]
     return _run.format_table(["", "peak, MB", *(f"to {base}" for base in bases), "first step, MB", *ranks], rows)
 
 
@@ -212,9 +208,7 @@ def measure_memory(rank: int, subject: str, workload: Workload, name: str) -> Pe
     _run.reset_peak_memory()
     for batch in batches[1:]:
         gather_loss(step(*batch))
-    later: list[Any] = [None] * ranks
-    dist.all_gather_object(later, _run.read_peak_memory() - before)
-    return Peak(first, later)
+    return first, _run.gather_over_ranks(_run.read_peak_memory() - before)
 
 
 # ---- the command
@@ -260,12 +254,8 @@ def main() -> None:
     for system in chosen:
         if system.missing:
             print(system.missing, file=sys.stderr)
-    workload = subject.workloads[model]
-    workload = replace(
-        workload,
-        micro_batches=options.micro_batches or workload.micro_batches,
-        precision=getattr(torch, options.precision or "", None),
-    )
+    workload, precision = subject.workloads[model], getattr(torch, options.precision or "", None)
+    workload = replace(workload, micro_batches=options.micro_batches or workload.micro_batches, precision=precision)
     WHAT[options.what](options.subject, workload, [s.name for s in chosen if not s.missing], options)
 
 

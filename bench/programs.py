@@ -18,29 +18,32 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from _run import command_parser, parse_options
-from layouts import PLANS, parallelise
+from layouts import LAYOUTS, PLANS, STAGES, parallelise
 from models import CASES, OPTIMIZERS
 from parity import TrainGraph
 
 import graphzero as gz
 
-STAGES = (0, 1, 2, 3)
 STEPS, BATCH = 3, 8
-PLACEMENTS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "dp": (range(2), ("dp",)),
-    "dp x tp": ([[0, 1], [2, 3]], ("dp", "tp")),
-}
+PLACEMENTS = {"dp": LAYOUTS["dp2"], "dp x tp": LAYOUTS["dp2 x tp2"]}
+
+
+def set_budget(graph: gz.Graph) -> None:
+    """A tenth more than the step needs, the stage left to the plan."""
+    graph.config.set_memory_budget(graph.plan.memory.peak * 11 // 10)
+    graph.config.enable_zero(stage="auto")
+
+
 SETTINGS: dict[str, Callable[[gz.Graph], None]] = {
     "plain": lambda graph: None,
     "micro": lambda graph: graph.config.set_gradient_accumulation_steps(2),
     "bf16": lambda graph: graph.config.enable_amp(),
     "in backward": lambda graph: graph.config.set_optimizer_in_backward(),
     "kept": lambda graph: graph.config.enable_zero(stage=3, keep_gathered=True),
-    "budget": lambda graph: set_budget(graph),
+    "budget": set_budget,
     "links": lambda graph: graph.config.set_links({"dp": gz.Link(latency=1e-5, bandwidth=1e9)}),
 }
 AT_EVERY_STAGE = ("plain", "micro", "bf16")
@@ -72,10 +75,9 @@ def list_cells(models: list[str]) -> Iterator[Cell]:
 
 def describe_cell(cell: Cell) -> str:
     """Program, plan and losses."""
-    case, (ranks, names) = CASES[cell.model], PLACEMENTS[cell.placement]
+    case, placement = CASES[cell.model], PLACEMENTS[cell.placement].placement()
     model = case.model()
-    placement = gz.placement("cpu", ranks, names=names, virtual=True)
-    if "tp" in names:
+    if "tp" in placement.names:
         parallelise(model, PLANS[cell.model], placement)
     optimizer, schedule = OPTIMIZERS["adamw"](model.parameters(), STEPS)
     graph = TrainGraph(model, optimizer, schedule, cell.stage, placement, clip_grad_norm=1.0)
@@ -87,12 +89,6 @@ def describe_cell(cell: Cell) -> str:
     except gz.GraphZeroError as error:  # as where micro-batches cannot be: the first sentence is what a user gets
         return f"{type(error).__name__}: {str(error).splitlines()[0]}\n"
     return "\n".join((str(graph.program), str(graph.plan), *losses, ""))
-
-
-def set_budget(graph: gz.Graph) -> None:
-    """A tenth more than the step needs, the stage left to the plan."""
-    graph.config.set_memory_budget(graph.plan.memory.peak * 11 // 10)
-    graph.config.enable_zero(stage="auto")
 
 
 def diff_texts(before: str, after: str) -> str:

@@ -11,7 +11,7 @@ mask.  torch's ``context_parallel`` has no attention for a CPU (docs/sequences.m
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,25 +33,13 @@ from graphzero.schedules import generate_schedule
 # ---- stages
 
 
-@dataclass(frozen=True)
 class Pipeline:
-    """A model that is cut into stages, one or more of them on each rank."""
+    """A model that is cut into stages, one or more of them on each rank; ``stage_ranks``: the rank of each stage."""
 
-    workload: Workload
-    schedule: str
-
-    @property
-    def ranks(self) -> int:
-        return dist.get_world_size()
-
-    @property
-    def stage_ranks(self) -> tuple[int, ...]:
-        """The rank of each stage."""
-        return generate_schedule(self.schedule, self.ranks, self.workload.micro_batches).stage_ranks
-
-    @property
-    def stages(self) -> int:
-        return len(self.stage_ranks)
+    def __init__(self, workload: Workload, schedule: str) -> None:
+        self.ranks = dist.get_world_size()
+        self.stage_ranks = generate_schedule(schedule, self.ranks, workload.micro_batches).stage_ranks
+        self.stages = len(self.stage_ranks)
 
     def blocks(self, stage: int, layers: int) -> range:
         """Blocks of a stage."""
@@ -64,14 +52,13 @@ class StageModule(nn.Module):
     def __init__(self, pipeline: Pipeline, stage: int, model: GPT):
         super().__init__()
         self.tokens, self.positions = (model.tokens, model.positions) if stage == 0 else (None, None)
-        self.blocks = nn.ModuleList(model.blocks[i] for i in pipeline.blocks(stage, len(model.blocks)))
+        self.blocks = nn.Sequential(*(model.blocks[i] for i in pipeline.blocks(stage, len(model.blocks))))
         self.norm, self.head = (model.norm, model.head) if stage == pipeline.stages - 1 else (None, None)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tokens is not None and self.positions is not None:
             x = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks(x)
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 

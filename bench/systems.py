@@ -123,10 +123,6 @@ def wrap_in_ddp(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def compile_ddp(model: nn.Module) -> Any:
-    return torch.compile(wrap_in_ddp(model))
-
-
 def split_adamw(model: nn.Module) -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -210,7 +206,7 @@ SYSTEMS = [
     *list_graphs(ROUNDED, (0, 2, 3), special=True, rounded=True),
     *list_graphs("graphzero without an arena", (0, 3), special=True, arena=False),
     DDP,
-    System(BASE, partial(train_wrapped, compile_ddp)),
+    System(BASE, partial(train_wrapped, lambda model: torch.compile(wrap_in_ddp(model)))),
     System("DDP + ZeroRedundancyOptimizer", partial(train_wrapped, wrap_in_ddp, build_optimizer=split_adamw)),
     System("FSDP2", train_fsdp2),
     System("FSDP2 + compile", partial(train_fsdp2, compiled=True)),

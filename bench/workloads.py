@@ -57,7 +57,7 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))
+        self.blocks = nn.Sequential(*(Block(shape.width, shape.heads) for _ in range(shape.layers)))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         if shape.tied:
@@ -65,9 +65,7 @@ class GPT(nn.Module):
             nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
-        for block in self.blocks:
-            h = block(h)
+        h = self.blocks(self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device)))
         return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
 
 
@@ -119,15 +117,13 @@ class Residual(nn.Module):
 
     def __init__(self, before: int, after: int, stride: int):
         super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(8, before), nn.GroupNorm(8, after)
-        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
-        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        first, second = nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.body = nn.Sequential(nn.GroupNorm(8, before), nn.ReLU(), first, nn.GroupNorm(8, after), nn.ReLU(), second)
         self.short = nn.Conv2d(before, after, 1, stride, bias=False) if before != after else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.conv1(F.relu(self.norm1(x)))
         skip: Tensor = self.short(x)
-        return skip + self.conv2(F.relu(self.norm2(h)))
+        return skip + self.body(x)
 
 
 class ConvNet(nn.Module):
@@ -137,13 +133,11 @@ class ConvNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
         pairs = zip((widths[0], *widths), widths, strict=False)
-        self.blocks = nn.ModuleList(Residual(a, b, 1 if i == 0 else 2) for i, (a, b) in enumerate(pairs))
+        self.blocks = nn.Sequential(*(Residual(a, b, 1 if i == 0 else 2) for i, (a, b) in enumerate(pairs)))
         self.norm, self.head = nn.GroupNorm(8, widths[-1]), nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.stem(x)
-        for block in self.blocks:
-            h = block(h)
+        h = self.blocks(self.stem(x))
         return F.cross_entropy(self.head(F.relu(self.norm(h)).mean((2, 3))), y)
 
 
@@ -227,15 +221,14 @@ def mixture(layers: int, width: int, vocabulary: int, context: int) -> Workload:
 EXPERTS = {"small": mixture(4, 256, 2048, 256), "toy": mixture(1, 64, 64, 16)}
 
 
-class Regression(nn.Module):
+class Regression(nn.Sequential):
     """A network of two layers and its mean squared error."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+        super().__init__(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.body(x), y)
+        return F.mse_loss(super().forward(x), y)
 
 
 def draw_vectors(step: int, size: int) -> Batch:

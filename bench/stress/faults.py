@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.extend(str(Path(__file__).resolve().parents[2] / folder) for folder in ("bench", "tests/runtime", "tests"))
-from _run import command_parser, format_table, parse_options
+from _run import command_parser, format_table, gather_over_ranks, parse_options
 from failure_toys import WAYS
 from failure_toys import run as start_ranks
 from parity import TrainGraph
@@ -42,7 +42,7 @@ from parity import TrainGraph
 SOON = 10.0  # seconds
 Act = Callable[["Job", random.Random], Any]  # with the fault prepared, what the rank does instead of its call
 Answer = dict[str, Any]  # of a call: its value, or its error and the ranks that it names; and seconds
-Verdict = dict[str, Any]  # of a rank on a fault: what is wrong, and the seconds until it raised
+Verdict = tuple[str, float]  # of a rank on a fault: what is wrong, and the seconds until it raised
 
 
 class Model(nn.Sequential):
@@ -199,7 +199,7 @@ def run_rank(ranks: int, names: list[str], seed: int, rank: int) -> list[Verdict
         dist.barrier()
         try_fault = outlive_rank if name in ENDS else survive_fault
         verdicts.append(try_fault(job, partial(FAULTS[name], job, random.Random(seed)), faulty))
-        if verdicts[-1]["wrong"]:
+        if verdicts[-1][0]:
             break
     return verdicts
 
@@ -218,10 +218,10 @@ def survive_fault(job: Job, fault: Callable[[], Any], faulty: int) -> Verdict:
     expected = job.expected_loss()
     own = try_call(fault if job.rank == faulty else job.call_graph)
     wrong = "" if job.rank == faulty else judge_answer(own, expected, faulty)
-    answers = gather([own, wrong])
+    answers = gather_over_ranks([own, wrong])
     if not any(text for _, text in answers):
         wrong = judge_retry(job, own, faulty, has_stepped=any("value" in answer for answer, _ in answers))
-    return {"wrong": wrong, "seconds": 0.0 if job.rank == faulty else own["seconds"]}
+    return wrong, 0.0 if job.rank == faulty else own["seconds"]
 
 
 def judge_answer(own: Answer, expected: float, faulty: int) -> str:
@@ -230,7 +230,7 @@ def judge_answer(own: Answer, expected: float, faulty: int) -> str:
         return f"took {own['seconds']:.1f} s: {own.get('error', 'no error')}"
     if "error" in own:
         return "" if f"rank {faulty}" in own["error"] else f"names another rank or none: {own['error']}"
-    return "" if is_near(own["value"], expected) else f"finished with {own['value']}, not {expected}"
+    return "" if math.isclose(own["value"], expected) else f"finished with {own['value']}, not {expected}"
 
 
 def judge_retry(job: Job, own: Answer, faulty: int, has_stepped: bool) -> str:
@@ -238,7 +238,7 @@ def judge_retry(job: Job, own: Answer, faulty: int, has_stepped: bool) -> str:
     retried = try_call(job.call_graph)
     if "value" in own and retried.get("ranks") == [faulty]:  # this rank has not heard of the fault before
         retried = try_call(job.call_graph)
-    answers = gather(retried)
+    answers = gather_over_ranks(retried)
     if not any("value" in answer for answer in answers):
         return judge_reload(job, retried)
     if not all("value" in answer for answer in answers):
@@ -247,7 +247,7 @@ def judge_retry(job: Job, own: Answer, faulty: int, has_stepped: bool) -> str:
         job.step_eagerly()
     expected = job.expected_loss()
     job.advance()
-    return "" if is_near(retried["value"], expected) else f"the next call gives {retried['value']}, not {expected}"
+    return "" if math.isclose(retried["value"], expected) else f"the next call gives {retried['value']}, not {expected}"
 
 
 def judge_reload(job: Job, refusal: Answer) -> str:
@@ -256,7 +256,7 @@ def judge_reload(job: Job, refusal: Answer) -> str:
         return f"cannot go on, and does not say how: {refusal['error']}"
     job.graph.load_state_dict(job.saved)
     again, expected = try_call(job.call_graph), job.expected_loss()
-    if "value" not in again or not is_near(again["value"], expected):
+    if "value" not in again or not math.isclose(again["value"], expected):
         return f"after loading a checkpoint: {again}, not {expected}"
     job.advance()
     return ""
@@ -266,22 +266,12 @@ def outlive_rank(job: Job, fault: Callable[[], Any], faulty: int) -> Verdict:
     """A fault that ends a rank: the others call on until they hear of it."""
     if job.rank == faulty:
         fault()
-        return {"wrong": "it has not ended", "seconds": 0.0}
+        return "it has not ended", 0.0
     began = time.monotonic()
     while "value" in (own := try_call(job.call_graph)):
         pass
     own["seconds"] = time.monotonic() - began
-    return {"wrong": judge_answer(own, math.nan, faulty), "seconds": own["seconds"]}
-
-
-def gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def is_near(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-9)
+    return judge_answer(own, math.nan, faulty), own["seconds"]
 
 
 # ---- all of them
@@ -298,13 +288,13 @@ def run_world(ranks: int, way: str, names: list[str], seed: int) -> list[list[Ve
     return [result if isinstance(result := results.get(rank, []), list) else [] for rank in range(ranks)]
 
 
-def join_verdicts(verdicts: list[list[Verdict]], i: int, name: str) -> tuple[str, float]:
+def join_verdicts(verdicts: list[list[Verdict]], i: int, name: str) -> Verdict:
     """What went wrong with fault number i, and the seconds until the last survivor had heard of it."""
     known = [own[i] for own in verdicts if len(own) > i]
     expected = len(verdicts) - (name in ENDS)
     if len(known) < expected:
         return f"{expected - len(known)} ranks have not answered", 0.0
-    return next((one["wrong"] for one in known if one["wrong"]), ""), max(one["seconds"] for one in known)
+    return next((wrong for wrong, _ in known if wrong), ""), max(seconds for _, seconds in known)
 
 
 def run_faults(faults: int, seed: int, ranks: list[int], ways: list[str]) -> tuple[str, int, int]:
@@ -316,7 +306,7 @@ def run_faults(faults: int, seed: int, ranks: list[int], ways: list[str]) -> tup
             chance = random.Random(f"{seed} {way} {count}")
             worlds = [[name] for name in ENDS for _ in range(faults)]
             worlds += [chance.sample(going_on, len(going_on)) for _ in range(faults)]
-            results: dict[str, list[tuple[str, float]]] = defaultdict(list)
+            results: dict[str, list[Verdict]] = defaultdict(list)
             for names in worlds:
                 verdicts = run_world(count, way, names, chance.randrange(1 << 30))
                 for i, name in enumerate(names):

@@ -4,12 +4,9 @@
     python bench/stress/user_code.py --cells 3 --seed 7       # three cells of each program, drawn by another seed
     python bench/stress/user_code.py --only 'label|penalty'   # programs whose name matches this regular expression
 
-The programs are those of ``user_programs/``.  A cell is a program at a stage, on 1, 2 or 4 virtual ranks, on two by
-two of data and tensors or on two gloo processes, with or without micro-batches, recomputation and an optimizer in
-backward, in float64, float32 or bf16; any two of these options meet in some cell of each program.  Outcomes: equal
-(three steps: outputs, parameters, buffers, optimizer state, and the user's objects); refused, by a GraphZeroError;
-warned, where a result differs as a warning of graphzero's says; fault: different without a word, any other error, a
-process that dies or is not done in time.  A cell that plain PyTorch itself does not run is left out.
+The programs are those of ``user_programs/``, and docs/models.md says what a cell is.  Outcomes: equal; refused, by a
+GraphZeroError; warned, where a result differs as a warning of graphzero's says; fault: different without a word, any
+other error, a process that dies or is not done in time.  A cell that plain PyTorch itself does not run is left out.
 """
 
 from __future__ import annotations
@@ -42,6 +39,7 @@ from stress.user_code_cells import Cell, list_cells
 from stress.user_programs import PROGRAMS
 
 SECONDS = 20  # for each cell, and a minute for all
+DEAD = f"a process died, or took more than {60 + SECONDS} s"
 TOGETHER = 16  # cells that are tried first in one set of processes, which takes time to begin
 OUTCOMES = ("equal", "warned", "refused", "fault", "left out")  # each is worse than those before it, but the last
 WARNINGS = ("statistics of a micro-batch", "which has no effect")  # what says that a result may differ
@@ -104,7 +102,9 @@ def try_cells(cells: Sequence[Cell]) -> Iterator[Outcome]:
         alike = [cell for cell in cells if cell.is_real == is_real]
         for at in range(0, len(alike), TOGETHER):
             some = alike[at : at + TOGETHER]
-            yield from try_together(some) or [one for cell in some for one in try_together([cell]) or [fail(cell)]]
+            yield from try_together(some) or [
+                (try_together([cell]) or [Outcome(cell, "fault", DEAD)])[0] for cell in some
+            ]
 
 
 def try_together(cells: Sequence[Cell]) -> list[Outcome]:
@@ -123,10 +123,6 @@ def join_answers(cell: Cell, answers: Sequence[Sequence[str]]) -> Outcome:
     if len({outcome for outcome, _ in answers}) > 1:
         return Outcome(cell, "fault", f"ranks say {[outcome for outcome, _ in answers]}: {text}")
     return Outcome(cell, outcome, text)
-
-
-def fail(cell: Cell) -> Outcome:
-    return Outcome(cell, "fault", f"a process died, or took more than {60 + SECONDS} s")
 
 
 # ---- the command

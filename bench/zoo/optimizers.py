@@ -3,9 +3,7 @@
     pip install --no-deps pytorch_optimizer==4.1.0 schedulefree prodigyopt timm torchvision torchao transformers
 
 The packages are those of the extra ``optimizers``.  Every class is constructed with its defaults but for what
-``BUILDERS`` says, and steps a convolution, a norm and two linear layers.  Every parameter is compared with plain
-PyTorch's after each step: to ``LIMITS``, of the largest one.  What a package rounds to bfloat16 by default is in
-float64 too.
+``BUILDERS`` says.  bench/results/optimizers.md says what is compared.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import torch
 from parity import TrainGraph
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
+from zoo.trial import Case, Record
 
 import graphzero as gz
 
@@ -69,9 +68,8 @@ BUILDERS: dict[str, Callable[[Any, Model], Any]] = {
 }  # fmt: skip
 
 
-def list_optimizers() -> dict[str, tuple[str, Callable[[], dict[str, Any]]]]:
-    """name -> package and a function that gives the outcome."""
-    optimizers: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {}
+def list_optimizers() -> dict[str, Case]:
+    optimizers: dict[str, Case] = {}
     for package, module in PACKAGES.items():
         try:
             published = vars(importlib.import_module(module))
@@ -82,7 +80,7 @@ def list_optimizers() -> dict[str, tuple[str, Callable[[], dict[str, Any]]]]:
         for name, cls in dict(list_classes(package, published)).items():
             known = BUILDERS.get(cls.__name__) if package == "pytorch_optimizer" else None
             build = BUILDERS.get(f"{package}.{name}") or known or (lambda cls, model: cls(model.parameters()))
-            optimizers[f"optimizers/{package}.{name}"] = (package, partial(judge, partial(build, cls)))
+            optimizers[f"optimizers/{package}.{name}"] = Case(package, partial(judge, partial(build, cls)))
     return optimizers
 
 
@@ -158,7 +156,7 @@ def measure_distance(values: Tensor, expected: Tensor) -> float:
     return difference if difference == difference else float("inf")
 
 
-def judge(build: Build) -> dict[str, Any]:
+def judge(build: Build) -> Record:
     """The outcome of one class, and its cause or how far it is from plain PyTorch."""
     warnings.simplefilter("ignore")
     try:

@@ -6,11 +6,9 @@
     python bench/zoo/run.py --again refused,crashed,wrong --save RESULTS.jsonl
     python bench/zoo/run.py --summary --save RESULTS.jsonl    # the tables; with --page they are put in their pages
 
-Models are tiny, and trained by AdamW; optimizers train a small model.  Packages are those of ``requirements.txt`` and
-the extra ``optimizers``; what is not installed is left out.  Outcomes: equal; skipped, where plain PyTorch does not run
-the tiny model, or step with a plain ``optimizer.step()``; refused, by a GraphZeroError; crashed, by any other error or
-a limit; wrong.
-One process a model, forked from one that has loaded the packages, with limits of processor time and memory.
+Packages are those of ``requirements.txt`` and the extra ``optimizers``; what is not installed is left out.
+docs/models.md says what a trial is, and what its outcomes are; of an optimizer, skipped is one that plain PyTorch does
+not step with a plain ``optimizer.step()``.  One process a model, forked from one that has loaded the packages.
 """
 
 from __future__ import annotations
@@ -27,18 +25,17 @@ import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
 from _run import command_parser, format_table, parse_options
-from zoo import optimizers, transformers_models, trial
+from zoo.optimizers import list_optimizers
+from zoo.transformers_models import list_adapters, list_architectures
+from zoo.trial import Case, Record, describe_error, load_packages
 
 PHASES = ("graph", "export")
-MODELS = (transformers_models.list_architectures, transformers_models.list_adapters)
 ROOT = Path(__file__).resolve().parents[2]
-Record = dict[str, Any]
 OUTCOMES = ("equal", "refused", "crashed", "wrong", "skipped")
 SECONDS, WALL, BYTES = 120, 600, 6 << 30
 
@@ -48,7 +45,6 @@ def main() -> int:
     parser.add_argument("--save", default="zoo.jsonl", help="where results are kept, a line for each model")
     parser.add_argument("--only", default="", help="models whose name matches this regular expression")
     parser.add_argument("--again", default="", help="outcomes to try again, joined by commas")
-    parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
     parser.add_argument("--summary", action="store_true", help="print the tables of what is kept, and run nothing")
     parser.add_argument("--page", action="store_true", help="write the tables of what is kept into their pages")
     options = parse_options(parser)
@@ -60,13 +56,13 @@ def main() -> int:
     if options.page:
         write_pages(list(records.values()))
         return 0
-    trial.load_packages()
+    load_packages()
     gc.freeze()  # what is loaded is not looked through in every child
     again = set(filter(None, options.again.split(",")))
     names = [name for name in list_cases() if re.search(options.only, name)]
     for name in names:
         before = records.get(name, {})
-        due = [p for p in options.phases if before.get("outcome") in again or not is_done(before, p)]
+        due = [p for p in PHASES if before.get("outcome") in again or not is_done(before, p)]
         if due:
             records[name] = record = try_case(name, due, before)
             with path.open("a", encoding="utf-8") as file:
@@ -81,25 +77,16 @@ def read_records(path: Path) -> dict[str, Record]:
     return {record["name"]: record for record in map(json.loads, lines)}
 
 
-class Case(NamedTuple):
-    """judge, try_export: functions that give the outcome here, and torch.export's."""
-
-    family: str
-    judge: Callable[[], Record]
-    try_export: Callable[[], Record] | None = None
-
-
 @functools.cache
 def list_cases() -> dict[str, Case]:
     """Those of the packages that are installed, by name."""
     cases: dict[str, Case] = {}
-    for list_models in MODELS:
+    for list_kind in (list_architectures, list_adapters, list_optimizers):
         try:
-            for name, (family, build) in list_models().items():
-                cases[name] = Case(family, partial(trial.judge, build), partial(trial.try_export, build))
+            cases |= list_kind()
         except ImportError as error:
-            print(f"without {list_models.__name__}: {error}")
-    return cases | {name: Case(*facts) for name, facts in optimizers.list_optimizers().items()}
+            print(f"without {list_kind.__name__}: {error}")
+    return cases
 
 
 def is_done(record: Mapping[str, Any], phase: str) -> bool:
@@ -116,8 +103,8 @@ def try_case(name: str, phases: Sequence[str], before: Mapping[str, Any]) -> Rec
         record |= run_in_child(case.judge)
     if "export" in phases and record.get("outcome") != "skipped" and case.try_export is not None:
         exported = run_in_child(case.try_export)
-        exported.setdefault("export", "failed")
-        exported.setdefault("export_cause", exported.get("cause", ""))
+        if "export" not in exported:
+            exported |= {"export": "failed", "export_cause": exported.get("cause", "")}
         record |= {key: value for key, value in exported.items() if key.startswith("export")}
     return record
 
@@ -161,7 +148,7 @@ def _try_function(function: Callable[[], Record]) -> Record:
     try:
         return function()
     except BaseException as error:
-        return {"outcome": "crashed", **trial.describe_error(error)}
+        return {"outcome": "crashed", **describe_error(error)}
 
 
 # ---- lines and tables of what is kept

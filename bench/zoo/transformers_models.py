@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from models import build_transformer
 from zoo.inputs import BATCH, LENGTH, Batch, Losses
 from zoo.tiny_configs import LEVELS, shrink_config
-from zoo.trial import Skip, Trial, seed
+from zoo.trial import Case, Skip, Trial, judge, seed, try_export
 
 FAMILIES = (  # an architecture is taken with the first head that it has here
     "IMAGE_TEXT_TO_TEXT", "TEXT_TO_WAVEFORM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM",
@@ -36,13 +35,16 @@ TRIES = 6
 LARGEST = 20_000_000  # parameters
 
 
-Builders = dict[str, tuple[str, Callable[[], Trial]]]  # name -> family and a function that makes the trial
+def trial_case(family: str, *how: Any) -> Case:
+    """how: a function that makes the trial, and its arguments."""
+    build = partial(*how)
+    return Case(family, partial(judge, build), partial(try_export, build))
 
 
-def list_architectures() -> Builders:
+def list_architectures() -> dict[str, Case]:
     from transformers.models.auto import modeling_auto
 
-    builders: Builders = {}
+    cases: dict[str, Case] = {}
     kinds: set[str] = set()
     for family, most in (*((family, None) for family in FAMILIES), *((family, EACH) for family in ALSO)):
         mapping = "MODEL_MAPPING_NAMES" if family == "BASE" else f"MODEL_FOR_{family}_MAPPING_NAMES"
@@ -51,8 +53,8 @@ def list_architectures() -> Builders:
                 name = classes if isinstance(classes, str) else classes[0]
                 about = f"transformers: {family.lower().replace('_', ' ')}"
                 kinds.add(kind)
-                builders.setdefault(f"transformers/{kind}/{name}", (about, partial(build_trial, kind, name)))
-    return builders
+                cases.setdefault(f"transformers/{kind}/{name}", trial_case(about, build_trial, kind, name))
+    return cases
 
 
 def build_trial(kind: str, name: str) -> Trial:
@@ -130,14 +132,14 @@ LORA: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def list_adapters() -> Builders:
+def list_adapters() -> dict[str, Case]:
     """Every kind of adapter of peft over a small Llama."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as CONFIGS
 
     names = {str(getattr(kind, "value", kind)): config for kind, config in CONFIGS.items()}
     adapters = {name.lower(): (config, EXTRA.get(name, {})) for name, config in names.items() if name not in LEFT_OUT}
     adapters |= {name: (CONFIGS["LORA"], extra) for name, extra in LORA.items()}
-    return {f"peft/{name}": ("peft", partial(build_adapter, *facts)) for name, facts in adapters.items()}
+    return {f"peft/{name}": trial_case("peft", build_adapter, *facts) for name, facts in adapters.items()}
 
 
 def build_adapter(config_class: Any, extra: dict[str, Any]) -> Trial:

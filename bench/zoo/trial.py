@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from _run import default_dtype
 from models import allow_split_groups
-from parity import largest_difference
+from parity import Trained, largest_difference
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -67,6 +67,15 @@ class Trial:
 
 
 Build = Callable[[], Trial]
+Record = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """judge, try_export: functions that give the outcome here, and torch.export's."""
+
+    family: str
+    judge: Callable[[], Record]
+    try_export: Callable[[], Record] | None = None
 
 
 def build_optimizer(module: nn.Module) -> torch.optim.AdamW:
@@ -117,21 +126,13 @@ def prepare(build: Build) -> Trial:
     return trial
 
 
-@dataclass(frozen=True)
-class Training:
-    """Results of three steps: losses (trees, flat) and the module's state."""
-
-    losses: list[float]
-    state: dict[str, Tensor]
-
-
-def train(trial: Trial, step: Callable[[dict[str, Tensor]], Any]) -> Training:
+def train(trial: Trial, step: Callable[[dict[str, Tensor]], Any]) -> Trained:
     losses: list[float] = []
     for number in range(STEPS):
         outputs = tree_leaves(step(draw_batch(trial, number)))
         losses += [float(x.detach()) for x in outputs if isinstance(x, Tensor) and x.numel() == 1]
     state = trial.module.state_dict().items()
-    return Training(losses, {name: x.detach().clone() for name, x in state if isinstance(x, Tensor)})
+    return Trained(losses, {name: x.detach().clone() for name, x in state if isinstance(x, Tensor)})
 
 
 def draw_batch(trial: Trial, step: int) -> dict[str, Tensor]:
@@ -139,7 +140,7 @@ def draw_batch(trial: Trial, step: int) -> dict[str, Tensor]:
     return {name: x.double() if x.is_floating_point() else x for name, x in trial.batch(step).items()}
 
 
-def train_eagerly(build: Build, perturbed: float = 0.0, draws: int = 0) -> Training:
+def train_eagerly(build: Build, perturbed: float = 0.0, draws: int = 0) -> Trained:
     trial = prepare(build)
     generator = torch.Generator().manual_seed(draws)
     with torch.no_grad():
@@ -171,11 +172,6 @@ class TrialGraph(gz.Graph):
         return self.train_step(self.module, batch)
 
 
-def train_graph(build: Build) -> Training:
-    trial = prepare(build)
-    return train(trial, TrialGraph(trial))
-
-
 @dataclass(frozen=True)
 class Distance:
     loss: float
@@ -186,20 +182,20 @@ class Distance:
         return self.loss <= max(LOSS_BOUND, growth_of_loss) and self.state <= max(STATE_BOUND, growth_of_state)
 
 
-def measure_distance(training: Training, expected: Training) -> Distance:
+def measure_distance(training: Trained, expected: Trained) -> Distance:
     """The largest difference of a loss, relative to one, and of an element of the state."""
     losses = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(training.losses, expected.losses, strict=True)]
     loss = max((math.inf if math.isnan(x) else x for x in losses), default=0.0)
     worst, where = 0.0, ""
-    for name, x in expected.state.items():
-        own = training.state[name]
+    for name, x in expected.tensors.items():
+        own = training.tensors[name]
         if own.shape != x.shape:
             return Distance(loss, math.inf, f"{name}: {tuple(own.shape)}, not {tuple(x.shape)}")
         worst, where = max((worst, where), (largest_difference(own, x), name), key=lambda pair: pair[0])
     return Distance(loss, worst, where)
 
 
-def judge(build: Build) -> dict[str, Any]:
+def judge(build: Build) -> Record:
     """The outcome on one model, with its figures."""
     with in_float64():
         try:
@@ -211,12 +207,13 @@ def judge(build: Build) -> dict[str, Any]:
         if not expected.losses:
             return {"outcome": "skipped", "cause": "there is no loss", "message": ""}
         try:
-            distance = measure_distance(train_graph(build), expected)
+            trial = prepare(build)
+            distance = measure_distance(train(trial, TrialGraph(trial)), expected)
         except gz.GraphZeroError as error:
             return {"outcome": "refused", **describe_error(error)}
         except Exception as error:
             return {"outcome": "crashed", **describe_error(error)}
-        figures: dict[str, Any] = {"loss": distance.loss, "state": distance.state, "where": distance.where}
+        figures: Record = {"loss": distance.loss, "state": distance.state, "where": distance.where}
         if distance.is_within(0.0, 0.0):
             return {"outcome": "equal", **figures}
         if train_eagerly(build, draws=1).losses != expected.losses:
@@ -231,7 +228,7 @@ def judge(build: Build) -> dict[str, Any]:
         return {"outcome": "equal", **figures}
 
 
-def try_export(build: Build) -> dict[str, Any]:
+def try_export(build: Build) -> Record:
     """Whether torch.export takes the forward, of the inputs and in the dtypes that a Graph is given."""
     try:
         with in_float64():

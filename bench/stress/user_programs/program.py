@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,33 +57,25 @@ class Source:
 PROGRAMS: dict[str, Source] = {}
 
 
-def program(*makers: Maker) -> Callable[[Callable[[], Program]], Any]:
-    """Register a factory under its name; without makers its batch is ``x`` of five features and four classes ``y``."""
+def built_by(build: Callable[[Any], Program], *makers: Maker) -> Callable[[Any], Any]:
+    """Register what is decorated, such as a step or a module's class, as the program that ``build`` makes of it.
 
-    def register(make: Callable[[], Program]) -> Callable[[], Program]:
-        name = make.__name__
-        assert name not in PROGRAMS, name
-        PROGRAMS[name] = Source(name, make, makers or (floats(5), classes(4)))
-        return make
-
-    return register
-
-
-def built_by(make: Callable[[Any], Program], *makers: Maker) -> Callable[[Any], Any]:
-    """Register what is decorated, such as a step or a module's class, as the program that ``make`` builds of it.
-
-    Its name is that of the function, or of the class in lower case with underscores.
+    Its name is that of the function, or of the class in lower case with underscores.  Without makers its batch is ``x``
+    of five features and four classes ``y``.
     """
 
     def register(part: Any) -> Any:
-        def factory() -> Program:
-            return make(part)
-
-        factory.__name__ = re.sub(r"(?<!^)(?=[A-Z])", "_", part.__name__).lower()
-        program(*makers)(factory)
+        name = re.sub(r"(?<!^)(?=[A-Z])", "_", part.__name__).lower()
+        assert name not in PROGRAMS, name
+        PROGRAMS[name] = Source(name, partial(build, part), makers or (floats(5), classes(4)))
         return part
 
     return register
+
+
+def program(*makers: Maker) -> Callable[[Callable[[], Program]], Any]:
+    """Register a factory of programs."""
+    return built_by(lambda factory: factory(), *makers)
 
 
 def by_step(step: Callable[..., Any]) -> Program:
