@@ -135,11 +135,6 @@ def train_deepspeed_pipeline(workload: Workload) -> Step:
     return step
 
 
-def train_whole(workload: Workload) -> Step:
-    """Plain PyTorch on every rank."""
-    return train_wrapped(lambda model: model, replace(workload, micro_batches=1))
-
-
 PIPELINES = [
     *(System(f"graphzero, {name}", partial(train_graph_pipeline, schedule=name)) for name in TORCH_NAMES),
     System("graphzero + inductor, 1f1b", partial(train_graph_pipeline, schedule="1f1b", executor="inductor")),
@@ -147,7 +142,7 @@ PIPELINES = [
     System("torch + compile, 1f1b", partial(train_torch_pipeline, schedule="1f1b", compiled=True)),
     System("torch + compile, interleaved", partial(train_torch_pipeline, schedule="interleaved", compiled=True)),
     System("DeepSpeed, 1f1b", train_deepspeed_pipeline, "deepspeed"),
-    System("PyTorch, whole batch", train_whole, special=True),
+    System("PyTorch, whole batch", lambda w: train_wrapped(lambda m: m, replace(w, micro_batches=1)), special=True),
 ]
 
 # ---- sequences

@@ -1,9 +1,7 @@
 """The data-parallel systems that are compared: graphzero's stages, and what PyTorch's users train with instead.
 
-Each trains the same model with AdamW, in float32 or in mixed precision with float32 masters.  The peers' AdamW is
-torch's fused one; DDP and FSDP2 are used as their documentation does it.  DeepSpeed is there if it can be imported
-(``pip install deepspeed``), on its CPU path.  Its default buckets are made for GPUs, 0.5 G elements allocated at once:
-here they hold 25 MB, as DDP's do.  It clips gradients by default, the others do not: that is off.
+Each trains the same model with AdamW, in float32 or in mixed precision with float32 masters; DDP and FSDP2 are used as
+their documentation does it, DeepSpeed on its CPU path.  bench/results/step_time.md says what is set otherwise.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """A trial of one model of the zoo: the same three steps in plain PyTorch and as a Graph.
 
-The Graph is at stage 3 on four virtual ranks.  Both train a model of equal start, in float64, on batches drawn for
-each step.  Where a model's own code computes in float32 within (``x.float()``), the mode ``Wide`` has it compute in
-float64 as well, in both, so that rounding cannot hide what is wrong.
+docs/models.md says what is compared, and how far apart it may be.
 """
 
 from __future__ import annotations
