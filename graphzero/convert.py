@@ -110,7 +110,7 @@ def _planned(x: Any, placement: Placement | DeviceMesh | None, name: str) -> Map
     plugin = extensions(SPLITS)[name]
     with plugin.name_errors():
         splits = plugin.load()(x, as_placement(_required(placement, x)))
-        if not isinstance(splits, Mapping):
+        if not isinstance(splits, Mapping) or not all(isinstance(name, str) for name in splits):
             raise plugin.refusal(f"gave {shorten_repr(splits)}; give the SBPs of parameters by name")
     return splits
 

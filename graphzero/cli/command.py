@@ -13,12 +13,13 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from graphzero import __version__
-from graphzero.errors import ConfigError, GraphZeroError, PlacementError
+from graphzero.errors import ConfigError, GraphZeroError, PlacementError, shorten_repr
 from graphzero.extensions import COMMANDS, Extension, extensions
 
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         options = _parser(arguments).parse_args(arguments)
-        status = int(options.run(options) or 0)
+        status = _status_of(options.run_command, options)
         if sys.stdout is not None:  # which may be closed
             sys.stdout.flush()
         return status
@@ -53,13 +54,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("graphzero: stopped", file=sys.stderr)
         return STOPPED
     except OSError as error:
-        if error.errno not in UNWRITTEN or error.filename is not None:
+        if not _is_of_output(error):
             raise
         _drop_output()
         if isinstance(error, BrokenPipeError):
             return UNREAD
         print(f"graphzero: what is printed cannot be written: {error.strerror}", file=sys.stderr)
         return 2
+
+
+def _is_of_output(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in UNWRITTEN and error.filename is None
+
+
+def _status_of(run_command: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
+    try:
+        return int(run_command(options) or 0)
+    except ConfigError as error:  # of a plug-in that could not print
+        if _is_of_output(error.__cause__):
+            raise error.__cause__ from None  # type: ignore[misc]
+        raise
 
 
 def _drop_output() -> None:
@@ -78,10 +92,19 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     for name in sorted(plugins):
         if not {*arguments[:1]} & plugins.keys() - {name}:
             command = _plugin_command(plugins[name])
-            subparser = subparsers.add_parser(name, help=command.SUMMARY)
-            command.add_arguments(subparser)
-            subparser.set_defaults(run=command.run)
+            subparser = subparsers.add_parser(name, help=command.SUMMARY.replace("%", "%%"))
+            with plugins[name].name_errors():
+                command.add_arguments(subparser)
+            subparser.set_defaults(run_command=partial(_run_command, plugins[name], command))
     return parser
+
+
+def _run_command(plugin: Extension, command: Command, options: argparse.Namespace) -> int | None:
+    with plugin.name_errors():
+        status = command.run(options)
+    if status is not None and not isinstance(status, int):
+        raise plugin.refusal(f"ended with the status {shorten_repr(status)}; run returns a number, or None for 0")
+    return status
 
 
 def _plugin_command(plugin: Extension) -> Command:
@@ -89,4 +112,8 @@ def _plugin_command(plugin: Extension) -> Command:
     missing = [name for name in ("SUMMARY", "add_arguments", "run") if not hasattr(command, name)]
     if missing:
         raise plugin.refusal(f"is not a command: it has no {', '.join(missing)}")
+    if isinstance(command, type):
+        raise plugin.refusal("is not a command but a class of some: give an object of it")
+    if not isinstance(command.SUMMARY, str) or not callable(command.add_arguments) or not callable(command.run):
+        raise plugin.refusal("is not a command: SUMMARY is a text, add_arguments and run are functions")
     return command  # type: ignore[no-any-return]

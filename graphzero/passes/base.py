@@ -90,7 +90,7 @@ def is_built_in(pass_: Pass) -> bool:
 
 def plugin_of(pass_: Pass) -> Extension | None:
     """The entry point of another distribution that a pass comes from."""
-    plugin = None if is_built_in(pass_) else extensions(PASSES).get(pass_name(pass_))
+    plugin = None if is_built_in(pass_) else extensions(PASSES).get(snake_case(type(pass_).__name__))
     return plugin if plugin is not None and type(pass_) is getattr(plugin.load(), "kind", None) else None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -200,8 +200,12 @@ def pass_entries() -> tuple[PassEntry, ...]:
 def _insert_entry(entries: list[PassEntry], plugin: Extension) -> bool:
     """Put a plug-in's pass after the pass that it follows, if that is there."""
     entry = plugin.load()
-    if not isinstance(entry, PassEntry) or not is_dataclass(entry.kind):
+    if not isinstance(entry, PassEntry) or not isinstance(entry.kind, type) or not is_dataclass(entry.kind):
         raise plugin.refusal("is not a pass: give a graphzero.passes.PassEntry of a dataclass")
+    if not any("__call__" in vars(base) for base in entry.kind.__mro__):
+        raise plugin.refusal("is not a pass: objects of its dataclass cannot be called with a graph")
+    if required := [one.name for one in fields(entry.kind) if one.default is MISSING is one.default_factory]:
+        raise plugin.refusal(f"has a pass whose field {required[0]!r} has no default, which it needs where none is set")
     if entry.name != plugin.name or any(entry.name in (other.name, other.group) for other in entries):
         raise plugin.refusal(f"has a pass called {entry.name!r}: that is the name of another pass, or not its own")
     known = {*extensions(SETTINGS), *(one.name for one in fields(Options))}

@@ -15,7 +15,7 @@ from torch import Tensor
 from graphzero.capture import Captured, Input, Inputs, Step
 from graphzero.config import Settings
 from graphzero.errors import ConfigError
-from graphzero.extensions import INPUTS, extensions
+from graphzero.extensions import INPUTS, Extension, extensions
 from graphzero.ir.ragged import Along
 from graphzero.runtime.world.consensus import Ranks
 from graphzero.step.build_inputs import BuildInputReader
@@ -76,4 +76,13 @@ def active_transform(settings: Settings) -> InputTransform | None:
             f"config.{' and config.'.join(active)} each transform the inputs of a call, but only one may: leave the "
             "others as they are by default"
         )
-    return plugins[active[0]].load() if active else None
+    return _transform_of(plugins[active[0]]) if active else None
+
+
+def _transform_of(plugin: Extension) -> InputTransform:
+    transform: InputTransform = plugin.load()
+    names = ("read_inputs", "rewrite_capture", "uncut_inputs", "capture_key")
+    if missing := [name for name in names if not callable(getattr(transform, name, None))]:
+        raise plugin.refusal(f"is not a transform of inputs: it has no {', '.join(missing)}")
+    guarded: InputTransform = plugin.guard(transform)
+    return guarded

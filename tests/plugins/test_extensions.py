@@ -16,7 +16,7 @@ from toys import step
 
 import graphzero as gz
 from graphzero import extensions
-from graphzero.cli import main
+from graphzero.cli import command, main
 from graphzero.config import PluginValue, Settings, plugin_settings
 from graphzero.ir.text.parser import parse
 from graphzero.passes import Pipeline, pass_list, pass_names
@@ -58,6 +58,23 @@ class Reserve:
 def set_depth(config, depth):
     return [0, 1, 2][depth]
 
+@dataclasses.dataclass(frozen=True)
+class Uncalled:
+    pass
+
+@dataclasses.dataclass(frozen=True)
+class Wide(Noop):
+    width: int = dataclasses.field(kw_only=True)
+
+@dataclasses.dataclass(frozen=True)
+class Weighted(Noop):
+    \"\"\"Has an option without a text form.\"\"\"
+    weights: torch.Tensor = None
+
+weighted = PassEntry(Weighted, "captured", after="zero")
+of_an_object = PassEntry(Noop(), "captured", after="zero")
+not_called = PassEntry(Uncalled, "captured", after="zero")
+no_default = PassEntry(Wide, "captured", after="zero")
 reserving = PassEntry(Reserve, "captured", after="zero")
 behind_zero = PassEntry(Noop, "captured", after="zero")
 behind_noop = PassEntry(Further, "captured", after="noop")
@@ -179,6 +196,9 @@ def test_metadata_that_is_there_twice_counts_once(site: Site) -> None:
         ("MODULE:too_early", "runs on 'local' graphs, and after zero they are 'captured'"),
         ("MODULE:setting", "is not a pass: give a graphzero.passes.PassEntry of a dataclass"),
         ("MODULE:behind_noop", "has a pass called 'further'"),
+        ("MODULE:of_an_object", "is not a pass: give a graphzero.passes.PassEntry of a dataclass"),
+        ("MODULE:not_called", "is not a pass: objects of its dataclass cannot be called with a graph"),
+        ("MODULE:no_default", "has a pass whose field 'width' has no default, which it needs where none is set"),
         ("MODULE:in_no_group", "has a pass in the group 'fused'; groups are fuse, schedule"),
         (
             "MODULE:in_schedule_far",
@@ -327,15 +347,26 @@ def test_a_value_that_programs_and_ranks_cannot_compare_is_refused(
     [
         ("MODULE:setting", "is not a command: it has no SUMMARY, add_arguments, run"),
         ("MODULE.nothing", "cannot be loaded: ModuleNotFoundError"),
+        ("MODULE:Lint", "is not a command but a class of some: give an object of it"),
+        ("MODULE:unnamed", "is not a command: SUMMARY is a text"),
+        ("MODULE:asks_twice", "stopped: ArgumentError: argument --deep: conflicting option string: --deep, at "),
+        ("MODULE:stops", "stopped: KeyError: 'deep', at "),
+        ("MODULE:says_done", "ended with the status 'done'; run returns a number, or None for 0"),
     ],
 )
 def test_a_command_that_cannot_be_used_is_refused_and_others_run(
     site: Site, capsys: pytest.CaptureFixture[str], target: str, problem: str
 ) -> None:
-    site("commands", "lint", target)
+    site("commands", "lint", target, text=TEXT + COMMANDS)
     assert main(["lint"]) == 2
     assert problem in capsys.readouterr().err
     assert main(["opt", "--list"]) == 0
+
+
+def test_a_pass_with_an_option_that_has_no_text_form_is_listed(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site("passes", "weighted", "MODULE:weighted")
+    assert main(["opt", "--list"]) == 0
+    assert "Has an option without a text form." in capsys.readouterr().out
 
 
 def test_a_reader_that_cannot_be_called_is_refused(site: Site) -> None:
@@ -392,6 +423,9 @@ def test_a_chooser_of_stages_that_cannot_be_called_is_refused(site: Site) -> Non
 def test_splits_are_given_by_the_plug_in_that_is_named(site: Site) -> None:
     site("splits", "rows", "MODULE:split_rows", text=SPLITS)
     site("splits", "text", "MODULE:say_rows", name="b-plugin", text=SPLITS)
+    site("splits", "numbers", "MODULE:number_rows", name="c-plugin", text=SPLITS)
+    with pytest.raises(gz.ConfigError, match="plug-in 'numbers' .* give the SBPs of parameters by name"):
+        gz.to_global(torch.nn.Linear(2, 4), gz.placement("cpu", range(2), names=("tp",), virtual=True), sbp="numbers")
     ranks = gz.placement("cpu", range(2), names=("tp",), virtual=True)
     model = gz.to_global(torch.nn.Linear(2, 4), ranks, sbp="rows")
     assert gz.sbp.of(model.weight) == (gz.sbp.S(0),) and gz.sbp.of(model.bias) == (gz.sbp.B,)
@@ -467,8 +501,92 @@ def test_a_step_whose_plug_in_gives_no_more_room_stops(site: Site) -> None:
             call(torch.ones(2, 2))
 
 
+def test_a_command_may_have_any_option_and_any_summary(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site("commands", "lint", "MODULE:runs", text=TEXT + COMMANDS)
+    assert main(["lint", "--run", "3"]) == 3
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "90 % of steps" in capsys.readouterr().out
+
+
+def test_a_command_of_others_whose_output_is_no_longer_read_ends_as_others_do(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site("commands", "lint", "MODULE:unread", text=TEXT + COMMANDS)
+    monkeypatch.setattr(command, "_drop_output", lambda: None)
+    assert main(["lint"]) == command.UNREAD
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("setting", "is not a transform of inputs: it has no read_inputs, rewrite_capture, uncut_inputs, capture_key"),
+        ("stopping", "stopped: KeyError: 'x', at .* in read_inputs"),
+    ],
+)
+def test_a_transform_of_inputs_that_misbehaves_is_named(site: Site, target: str, problem: str) -> None:
+    site("settings", "depth", "MODULE:setting", name="a-plugin")
+    site("inputs", "depth", f"MODULE:{target}", text=TEXT + TRANSFORM)
+    graph = two_layers()
+    graph.config.depth = 1
+    with pytest.raises(gz.ConfigError, match=REFUSED.format("inputs", problem)):
+        graph(torch.ones(2, 2))
+
+
+COMMANDS = """
+import errno
+
+class Lint:
+    SUMMARY = "90 % of steps"
+    def add_arguments(self, parser):
+        parser.add_argument("--run", type=int)
+    def run(self, options):
+        return options.run
+
+class Unnamed(Lint):
+    SUMMARY = None
+
+class AsksTwice(Lint):
+    def add_arguments(self, parser):
+        parser.add_argument("--deep")
+        parser.add_argument("--deep")
+
+class StopsAtOnce(Lint):
+    def run(self, options):
+        raise KeyError("deep")
+
+class SaysDone(Lint):
+    def run(self, options):
+        return "done"
+
+class Unread(Lint):
+    def run(self, options):
+        raise BrokenPipeError(errno.EPIPE, "closed")
+
+runs, unnamed, asks_twice, stops, says_done, unread = (
+    Lint(), Unnamed(), AsksTwice(), StopsAtOnce(), SaysDone(), Unread()
+)
+"""
+
+TRANSFORM = """
+class Stopping:
+    def read_inputs(self, reader, ranks, settings, args, kwargs, running):
+        return kwargs["x"]
+    def rewrite_capture(self, step, inputs, transformed, captured):
+        return captured
+    def uncut_inputs(self, settings):
+        return ()
+    def capture_key(self, settings):
+        return "stopping", 0
+
+stopping = Stopping()
+"""
+
 SPLITS = """
 import graphzero as gz
+
+def number_rows(module, placement):
+    return {0: (gz.sbp.S(0),)}
 
 def split_rows(module, placement):
     return {name: (gz.sbp.S(0),) for name, _ in module.named_parameters() if "weight" in name}
@@ -591,6 +709,13 @@ class Reduces(BuiltinPass):
         first.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
         return graph
 
+@dataclasses.dataclass(frozen=True)
+class Renamed(Noop):
+    name = "other"
+    def __call__(self, graph):
+        raise KeyError("x")
+
+renamed = PassEntry(Renamed, "captured", after="zero")
 stops, forgets = PassEntry(Stops, "captured", after="zero"), PassEntry(Forgets, "captured", after="zero")
 misphased, reduces = PassEntry(Misphased, "captured", after="zero"), PassEntry(Reduces, "captured", after="zero")
 misphased_late = PassEntry(Misphased, "local", after="bucket")
@@ -698,6 +823,12 @@ def test_an_error_in_a_pass_of_others_says_its_distribution_and_the_line(site: S
     line = BAD[: BAD.index('graph.meta["stage"]')].count("\n") + 1
     problem = rf"stopped: AttributeError: .*, at .*others_plugin.py:{line} in __call__\n  Update it, or uninstall it"
     with pytest.raises(gz.ConfigError, match=REFUSED.format("passes", problem)):
+        two_layers().compile(torch.ones(2, 2))
+
+
+def test_a_pass_of_others_by_another_name_is_found_by_its_class(site: Site) -> None:
+    site("passes", "renamed", "MODULE:renamed", text=BAD)
+    with pytest.raises(gz.ConfigError, match=REFUSED.format("passes", "stopped: KeyError: 'x'")):
         two_layers().compile(torch.ones(2, 2))
 
 

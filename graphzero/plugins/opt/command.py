@@ -12,6 +12,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,9 @@ def listing() -> str:
         summary = "The passes from there on that a Graph runs." if name == DEFAULT else _summary(kind)
         lines.append(f"{name:<24}{level:<12}{summary}")
         plain = kind()
-        for option, form in forms_of(kind).items():
-            lines.append(f"    {option}={form.write(getattr(plain, option))}   {form.hint}")
+        with suppress(TypeError, NameError):  # of an option of others that has no text form
+            for option, form in forms_of(kind).items():
+                lines.append(f"    {option}={form.write(getattr(plain, option))}   {form.hint}")
     return "\n".join(lines)
 
 
