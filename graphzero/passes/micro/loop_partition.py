@@ -64,6 +64,11 @@ class LoopPartition:
             if self.is_in_body(node) and not self.is_per_micro_batch(node) and self._varies(node):
                 self.varying.add(node)
 
+    def estimated_lines(self) -> list[str]:
+        """The user's lines, or names, of what is of a micro-batch instead of the batch."""
+        estimated = [node for node in self.nodes if node in self.estimated]
+        return list(dict.fromkeys(value.source_of(value.operand(box)) or box.name for box in estimated))
+
     def sbps(self, node: fx.Node) -> list[Sbp]:
         """The SBP on ``mb`` of each result of a node; none for a number."""
         known = value.sbp_of(node)

@@ -65,8 +65,7 @@ class MicroBatchErrors:
             )
 
     def warn(self) -> None:
-        estimated = [node for node in self.partition.nodes if node in self.partition.estimated]
-        lines = list(dict.fromkeys(value.source_of(value.operand(box)) or box.name for box in estimated))
+        lines = self.partition.estimated_lines()
         if lines and self._has_padded_rows():
             raise ConfigError(
                 f"set_gradient_accumulation_steps({self.types.count}) and set_shapes: a statistic of a micro-batch "

@@ -16,7 +16,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.passes import Record
 from graphzero.plugins.check.compare import Scales, difference, held_difference, tolerance
 from graphzero.plugins.check.eager import eager_step
-from graphzero.plugins.check.first_difference import PassRuns, first_difference, first_nonfinite
+from graphzero.plugins.check.first_difference import PassRuns, first_difference, first_nonfinite, micro_batch_lines
 from graphzero.plugins.check.float64_step import widen_program
 from graphzero.plugins.check.initial_state import StepStart, start_of
 from graphzero.plugins.check.report import Report, Stage, beyond_lines, with_second, without_second
@@ -31,6 +31,7 @@ _CAPTURED = (
     "FakeTensor) and would look at values takes its branch for that, as under torch.export: no pass is at fault."
 )
 CUT = "cut into parts"
+IN_PARTS = "micro_batches"  # the pass after which a step may be meant to be another one
 _COARSE = 1e-3  # a tolerance above it, as of 16-bit numbers, hides mistakes of a few percent
 _SHOWN = 24  # lines of a pass's changes
 _UNSTEADY = "Plain PyTorch, run twice from the same start, differs from itself: build is not a function of its inputs."
@@ -46,8 +47,10 @@ def check(
     ``args`` and ``kwargs`` are those of a call.  The step is not taken: everything runs on copies, and parameters,
     buffers, optimizer states, gradients and random numbers are left as they are.  The program is compiled as
     ``graph.compile`` does.  On pipeline stages it is compared after each pass before it is cut into parts, then the
-    parts, in the order of their schedule, after each pass that they run through.  It holds every value of a step on
-    every rank, so use a small model or batch; on real ranks all call it, and each runs all of them by itself.
+    parts, in the order of their schedule, after each pass that they run through.  Where micro-batches change the
+    results, as they do with a batch norm, later passes are compared with the step in micro-batches.  It holds every
+    value of a step on every rank, so use a small model or batch; on real ranks all call it, and each runs all of them
+    by itself.
 
     Args:
         graph: any Graph, called before or not.
@@ -128,10 +131,14 @@ class _Check:
         self.untouched = {f"new {path}": x for path, x in {**start.params, **start.buffers}.items()}
         states = {names[name]: start.values[name] for name in self.history[0].before.updates}
         self.before = states | self.untouched
-        wanted = {name: x.whole() for name, x in self.captured.results.items()}
-        self.scales = Scales.of_results(wanted, self.before, self.rtol)
+        self._expect(self.captured)
         self.kinds = {name: "states" for name in names.values() if "/" in name}
         self.notes: list[str] = []
+
+    def _expect(self, run: StageRun) -> None:
+        """Compare the stages from here on with ``run``."""
+        wanted = {name: x.whole() for name, x in run.results.items()}
+        self.expected, self.scales = run.results, Scales.of_results(wanted, self.before, self.rtol)
 
     def compare_stages(self) -> Report:
         stages = [self._against_eager()]
@@ -148,10 +155,13 @@ class _Check:
                 stages.append(Stage(record.name, same=True))
                 continue
             is_final = text == final and self.program.pipeline is None
-            stages.append(self._compared(record.name, self._run_stages(graph, is_final=is_final)))
-            if not where and not stages[-1].agrees:
+            run = self._run_stages(graph, is_final=is_final)
+            stages.append(self._compared(record.name, run))
+            if where in ("", IN_PARTS) and not stages[-1].agrees:
                 where = record.name
                 changed_by = self._note_pass(i, stages[-1])
+                if where == IN_PARTS:
+                    self._expect(run)
         self._check_final([text], [final])
         if self.program.pipeline is not None:
             where = self._compare_parts(stages, where)
@@ -167,7 +177,7 @@ class _Check:
         parts = self.program.pipeline.parts.parts
         graphs = [part.history[0].before for part in parts]
         stages.append(self._compared(CUT, self._run_parts(graphs)))
-        if not where and not stages[-1].agrees:
+        if where in ("", IN_PARTS) and not stages[-1].agrees:
             where = CUT
             self.notes.append("\n".join([_differ_after("the cut into parts"), *beyond_lines(stages[-1].beyond)]))
         for records in zip(*(part.history for part in parts), strict=True):
@@ -178,7 +188,7 @@ class _Check:
                 stages.append(Stage(name, same=True))
                 continue
             stages.append(self._compared(name, self._run_parts(graphs)))
-            if not where and not stages[-1].agrees:
+            if where in ("", IN_PARTS) and not stages[-1].agrees:
                 where = name
                 self._note_parts(records, before, graphs, changed, stages[-1])
         self._check_final(list(map(str, graphs)), self.final_parts)
@@ -255,7 +265,7 @@ class _Check:
         return {name: difference(wanted[name], actual[name], scales[name]) for name in shared}
 
     def _compared(self, name: str, after: StageRun) -> Stage:
-        wanted, scales = self.captured.results, self.scales.by_name
+        wanted, scales = self.expected, self.scales.by_name
         shared = [result for result in after.results if result in wanted]
         return self._stage(
             name, after.ranks, {n: held_difference(wanted[n], after.results[n], scales[n]) for n in shared}
@@ -271,11 +281,14 @@ class _Check:
 
     def _note_pass(self, index: int, stage: Stage) -> str:
         record = self.history[index]
+        head = [_differ_after(f"pass {record.name}"), *beyond_lines(stage.beyond)]
+        if record.name == IN_PARTS:
+            self.notes.append("\n".join([*head, *micro_batch_lines(record.before)]))
+            return ""
         before, after = self._run_stages(record.before, watch=True), self._run_stages(record.after, watch=True)
         new = {node.name: self.scales.by_name[self.names[old]] for old, node in after.program.updates.items()}
         smallest = min(self.scales.smallest[result] for result in stage.beyond)
         name, text = first_difference(PassRuns(before, after, self.rtol, new, smallest))
-        head = [_differ_after(f"pass {record.name}"), *beyond_lines(stage.beyond)]
         self.notes.append("\n".join([*head, "", text]))
         return name
 

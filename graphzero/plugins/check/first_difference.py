@@ -12,9 +12,12 @@ from torch import Tensor, fx
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_name
 from graphzero.ir.calls import is_op
+from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.printer import op_name, print_line
+from graphzero.passes.micro.loop_partition import LoopPartition, restore_broadcast_sums
 from graphzero.plugins.check.compare import held_difference, is_finite, node_scale
 from graphzero.plugins.check.stage_values import StageRun, moved_from
+from graphzero.sbp.placement import MICRO_BATCHES
 
 _SHOWN = 6
 
@@ -147,6 +150,24 @@ def _origin(node: fx.Node) -> str:
     """The name of the value that a result is, or that is written there, moves left out."""
     written: Any = node.args[1] if node.target in (*ops.ASSIGNING, ops.to_host_wait) else node
     return moved_from(written).name
+
+
+def micro_batch_lines(boxed: StepGraph) -> list[str]:
+    """Reasons why a step in micro-batches is another one than that of the whole batch.
+
+    boxed: the program before the pass.
+    """
+    axis = boxed.placement.axis(MICRO_BATCHES)
+    restore_broadcast_sums(boxed, axis)
+    lines = LoopPartition(boxed, axis).estimated_lines()
+    shown = [f"  {line}" for line in lines[:_SHOWN]] + (["  ..."] if len(lines) > _SHOWN else [])
+    of_values = ["These are statistics of a micro-batch, not of the batch, and the model computes with them:", *shown]
+    return [
+        "",
+        *(of_values if lines else []),
+        "A buffer that forward writes is written by each micro-batch.",
+        "The passes from here on are compared with this one.",
+    ]
 
 
 def first_nonfinite(captured: StageRun) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from graphzero.runtime import kernels
 from graphzero.testing.simulate import RankValues, lower_parts, lower_program, run_program
 
 _SEEN = "__seen_"
-_HIDDEN = (ops.assign, ops.launch, ops.wait, *ops.HOST_COPIES)
+_HIDDEN = (ops.assign, ops.launch, ops.wait, *ops.HOST_COPIES, ops.accumulator, ops.host_room)  # the last two: no value
 
 
 @dataclass
