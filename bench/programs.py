@@ -51,7 +51,7 @@ SHOWN = 40  # lines of a difference
 
 
 @dataclass(frozen=True)
-class Cell:
+class ProgramCell:
     model: str
     placement: str
     stage: int
@@ -62,18 +62,18 @@ class Cell:
         return f"{self.model}, {self.placement}, stage {self.stage}, {self.setting}.txt"
 
 
-def list_cells(models: list[str]) -> Iterator[Cell]:
+def list_cells(models: list[str]) -> Iterator[ProgramCell]:
     """Every model at every stage, and the settings that let a plan decide at stage 3 for two of them."""
     for model in models:
         for stage in STAGES:
-            yield Cell(model, "dp x tp", stage)
-            yield from (Cell(model, "dp", stage, setting) for setting in AT_EVERY_STAGE)
+            yield ProgramCell(model, "dp x tp", stage)
+            yield from (ProgramCell(model, "dp", stage, setting) for setting in AT_EVERY_STAGE)
     for model in models:
         if model in ("convnet", "llama"):
-            yield from (Cell(model, "dp", 3, setting) for setting in SETTINGS if setting not in AT_EVERY_STAGE)
+            yield from (ProgramCell(model, "dp", 3, setting) for setting in SETTINGS if setting not in AT_EVERY_STAGE)
 
 
-def describe_cell(cell: Cell) -> str:
+def describe_cell(cell: ProgramCell) -> str:
     """Program, plan and losses."""
     case, placement = CASES[cell.model], PLACEMENTS[cell.placement].placement()
     model = case.model()

@@ -45,7 +45,7 @@ Answer = dict[str, Any]  # of a call: its value, or its error and the ranks that
 Verdict = tuple[str, float]  # of a rank on a fault: what is wrong, and the seconds until it raised
 
 
-class Model(nn.Sequential):
+class FaultModel(nn.Sequential):
     """Eight layers and their loss; as in a Graph of the benchmarks, a batch has labels, here none."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Job:
 
     def __init__(self, rank: int, ranks: int, stage: int) -> None:
         self.rank, self.ranks, self.step = rank, ranks, 0
-        model, self.eager = Model(), Model()
+        model, self.eager = FaultModel(), FaultModel()
         optimizer, self.optimizer = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, self.eager))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         self.graph = TrainGraph(model, optimizer, self.schedule, stage)

@@ -79,7 +79,7 @@ def list_cells(program: str, seed: int) -> Iterator[Cell]:
 
 
 @dataclass
-class Training:
+class ProgramResults:
     """Results of a program: outputs of each step, then everything that the user can see, by name; and warnings."""
 
     outputs: list[list[Any]]
@@ -92,7 +92,7 @@ def seeded(source: Source) -> Program:
     return source.make()
 
 
-def train_eagerly(source: Source, precision: str) -> Training:
+def train_eagerly(source: Source, precision: str) -> ProgramResults:
     """The program in plain PyTorch, on whole batches."""
     with default_dtype(DTYPES[precision]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -105,7 +105,7 @@ def train_eagerly(source: Source, precision: str) -> Training:
             program.model.zero_grad()  # also what no optimizer has: a Graph leaves no gradients
             if program.between:
                 program.between(program, number)
-        return Training(outputs, collect_state(program))
+        return ProgramResults(outputs, collect_state(program))
 
 
 class ProgramGraph(gz.Graph):
@@ -136,7 +136,7 @@ def split_weights(model: nn.Module, placement: gz.Placement) -> None:
         gz.to_global(weight, placement=placement, sbp=(gz.sbp.B, gz.sbp.S(number % 2)))
 
 
-def train_graph(cell: Cell, rank: int = 0) -> Training:
+def train_graph(cell: Cell, rank: int = 0) -> ProgramResults:
     """The program as a Graph; on real ranks each gives its share of a batch."""
     source = PROGRAMS[cell.program]
     with default_dtype(DTYPES[cell.precision]), warnings.catch_warnings(record=True) as caught:
@@ -152,7 +152,7 @@ def train_graph(cell: Cell, rank: int = 0) -> Training:
             if program.between:
                 with graph.full_parameters() if cell.is_real and program.writes else nullcontext():
                     program.between(program, number)
-        return Training(outputs, collect_state(program), [str(warning.message) for warning in caught])
+        return ProgramResults(outputs, collect_state(program), [str(warning.message) for warning in caught])
 
 
 def copy_leaves(tree: Any) -> list[Any]:
@@ -195,7 +195,7 @@ def is_plain(value: Any) -> bool:
     return all(isinstance(leaf, Tensor | int | float | complex | str | None.__class__) for leaf in tree_leaves(value))
 
 
-def compare_trainings(training: Training, expected: Training, cell: Cell, rank: int = 0) -> list[str]:
+def compare_trainings(training: ProgramResults, expected: ProgramResults, cell: Cell, rank: int = 0) -> list[str]:
     """Differences from plain PyTorch."""
     differences = []
     for number, (a, b) in enumerate(zip(training.outputs, expected.outputs, strict=True)):

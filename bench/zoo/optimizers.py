@@ -21,7 +21,7 @@ import torch
 from parity import TrainGraph
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
-from zoo.trial import Case, Record
+from zoo.trial import Record, ZooCase
 
 import graphzero as gz
 
@@ -33,7 +33,7 @@ PACKAGES = {
 }  # fmt: skip
 
 
-class Model(nn.Module):
+class SmallModel(nn.Module):
     """A convolution kernel, matrices and vectors, and the loss."""
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class Model(nn.Module):
         return (out - y).square().mean()
 
 
-def group_matrices(model: Model) -> list[dict[str, Any]]:
+def group_matrices(model: SmallModel) -> list[dict[str, Any]]:
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for p in model.parameters():
         groups[p.ndim >= 2].append(p)
     return [{"params": params, "use_muon": is_matrix} for is_matrix, params in groups.items()]
 
 
-BUILDERS: dict[str, Callable[[Any, Model], Any]] = {
+BUILDERS: dict[str, Callable[[Any, SmallModel], Any]] = {
     **dict.fromkeys(("Muon", "AdaMuon", "AdaGO", "DistributedMuon", "MuonClip", "NorMuon"),
                     lambda cls, model: cls(group_matrices(model))),
     **dict.fromkeys(("AdamMini", "LOMO", "AdaLOMO"), lambda cls, model: cls(model)),
@@ -68,8 +68,8 @@ BUILDERS: dict[str, Callable[[Any, Model], Any]] = {
 }  # fmt: skip
 
 
-def list_optimizers() -> dict[str, Case]:
-    optimizers: dict[str, Case] = {}
+def list_optimizers() -> dict[str, ZooCase]:
+    optimizers: dict[str, ZooCase] = {}
     for package, module in PACKAGES.items():
         try:
             published = vars(importlib.import_module(module))
@@ -80,7 +80,7 @@ def list_optimizers() -> dict[str, Case]:
         for name, cls in dict(list_classes(package, published)).items():
             known = BUILDERS.get(cls.__name__) if package == "pytorch_optimizer" else None
             build = BUILDERS.get(f"{package}.{name}") or known or (lambda cls, model: cls(model.parameters()))
-            optimizers[f"optimizers/{package}.{name}"] = Case(package, partial(judge, partial(build, cls)))
+            optimizers[f"optimizers/{package}.{name}"] = ZooCase(package, partial(judge, partial(build, cls)))
     return optimizers
 
 
@@ -105,10 +105,10 @@ def widen_defaults(package: str) -> None:
                     function.__defaults__ = tuple(torch.float64 if x is torch.bfloat16 else x for x in defaults)
 
 
-Build = Callable[[Model], Any]  # the optimizer of a model
+Build = Callable[[SmallModel], Any]  # the optimizer of a model
 
 
-def start_optimizer(build: Build, model: Model) -> Any:
+def start_optimizer(build: Build, model: SmallModel) -> Any:
     optimizer = build(model)
     if callable(getattr(optimizer, "train", None)):  # of the schedule-free ones
         optimizer.train()
@@ -123,7 +123,7 @@ def draw_batches(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
 
 def train_eagerly(build: Build, dtype: torch.dtype, parts: int = 1) -> list[Tensor]:
     """The parameters after each step of plain PyTorch, whose gradients are summed over ``parts`` of each batch."""
-    model = Model().to(dtype)
+    model = SmallModel().to(dtype)
     optimizer, after = start_optimizer(build, model), []
     for x, y in draw_batches(dtype):
         optimizer.zero_grad()
@@ -166,7 +166,7 @@ def judge(build: Build) -> Record:
     worst, name = 0.0, str(dtype).removeprefix("torch.")
     for stage in STAGES:
         try:
-            model = Model().to(dtype)
+            model = SmallModel().to(dtype)
             place = gz.placement("cpu", range(2), virtual=True)
             graph = TrainGraph(model, start_optimizer(build, model), None, stage, place)
             for step, (batch, values) in enumerate(zip(draw_batches(dtype), expected, strict=True), 1):

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
 from _run import command_parser, format_table, parse_options
 from zoo.optimizers import list_optimizers
 from zoo.transformers_models import list_adapters, list_architectures
-from zoo.trial import Case, Record, describe_error, load_packages
+from zoo.trial import Record, ZooCase, describe_error, load_packages
 
 PHASES = ("graph", "export")
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,9 +78,9 @@ def read_records(path: Path) -> dict[str, Record]:
 
 
 @functools.cache
-def list_cases() -> dict[str, Case]:
+def list_cases() -> dict[str, ZooCase]:
     """Those of the packages that are installed, by name."""
-    cases: dict[str, Case] = {}
+    cases: dict[str, ZooCase] = {}
     for list_kind in (list_architectures, list_adapters, list_optimizers):
         try:
             cases |= list_kind()

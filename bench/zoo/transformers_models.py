@@ -11,7 +11,7 @@ import torch
 from models import build_transformer
 from zoo.inputs import BATCH, LENGTH, Batch, Losses
 from zoo.tiny_configs import LEVELS, shrink_config
-from zoo.trial import Case, Skip, Trial, judge, seed, try_export
+from zoo.trial import Skip, Trial, ZooCase, judge, seed, try_export
 
 FAMILIES = (  # an architecture is taken with the first head that it has here
     "IMAGE_TEXT_TO_TEXT", "TEXT_TO_WAVEFORM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM",
@@ -35,16 +35,16 @@ TRIES = 6
 LARGEST = 20_000_000  # parameters
 
 
-def trial_case(family: str, *how: Any) -> Case:
+def trial_case(family: str, *how: Any) -> ZooCase:
     """how: a function that makes the trial, and its arguments."""
     build = partial(*how)
-    return Case(family, partial(judge, build), partial(try_export, build))
+    return ZooCase(family, partial(judge, build), partial(try_export, build))
 
 
-def list_architectures() -> dict[str, Case]:
+def list_architectures() -> dict[str, ZooCase]:
     from transformers.models.auto import modeling_auto
 
-    cases: dict[str, Case] = {}
+    cases: dict[str, ZooCase] = {}
     kinds: set[str] = set()
     for family, most in (*((family, None) for family in FAMILIES), *((family, EACH) for family in ALSO)):
         mapping = "MODEL_MAPPING_NAMES" if family == "BASE" else f"MODEL_FOR_{family}_MAPPING_NAMES"
@@ -132,7 +132,7 @@ LORA: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def list_adapters() -> dict[str, Case]:
+def list_adapters() -> dict[str, ZooCase]:
     """Every kind of adapter of peft over a small Llama."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as CONFIGS
 

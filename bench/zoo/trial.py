@@ -68,7 +68,7 @@ Build = Callable[[], Trial]
 Record = dict[str, Any]
 
 
-class Case(NamedTuple):
+class ZooCase(NamedTuple):
     """judge, try_export: functions that give the outcome here, and torch.export's."""
 
     family: str

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.mark.parametrize("setting", ["plain", "budget"])
 def test_a_cell_is_the_same_again(setting):
-    cell = programs.Cell("mlp", "dp", 3, setting)
+    cell = programs.ProgramCell("mlp", "dp", 3, setting)
     text = programs.describe_cell(cell)
     assert text.startswith("graph TrainGraph(dp=2)") and "plan of TrainGraph" in text
     assert programs.diff_texts(text, programs.describe_cell(cell)) == ""
