@@ -43,11 +43,12 @@ from graphzero.capture.guards.guarded_values import (
 from graphzero.capture.guards.recorded_names import RecordedNames, is_asked_by_user
 from graphzero.capture.guards.referenced_names import Namespace, ReferencedNames
 from graphzero.capture.problems import warn_of_lost_writes
-from graphzero.ir.source_location import is_project, line_of
+from graphzero.ir.source_location import is_library, is_project, line_of
 
 _OPAQUE_TYPES = (*FUNCTION_TYPES, MethodType, ModuleType, type, Tensor, nn.Module, Optimizer)
 _IN_KEY = frozenset({"training", *vars(nn.Module())})  # guarded by the call's key
 _OPTIMIZER_ATTRIBUTES = frozenset({"param_groups", "state", "_opt_called", "_step_count"})
+_REGISTERS = ("_parameters", "_buffers", "_modules")
 _ENVIRONMENT = "global os.environ"
 _HEAP_TYPE = 1 << 9  # of a class's flags: whether attributes of the class can be set
 _IMMUTABLE_TYPE = 1 << 8
@@ -143,7 +144,13 @@ class AttributeGuards:
 
     def _recording(self, original: Any) -> Any:
         def getattribute(owner: Any, name: str) -> Any:
-            value = original(owner, name)
+            try:
+                value = original(owner, name)
+            except AttributeError:
+                prefix = self._prefixes.get(id(owner))
+                if prefix is not None and is_asked_by_user() and _is_missing(owner, name):
+                    self._add_guard(owner, prefix + name, MISSING)
+                raise
             prefix = self._prefixes.get(id(owner))
             if prefix is None:
                 return value
@@ -255,6 +262,18 @@ def _has_recordable_attributes(kind: type, owner: type) -> bool:
     package = kind.__module__.partition(".")[0]
     is_own = package == owner.__module__.partition(".")[0] and package not in ("torch", "graphzero")
     return issubclass(kind, argparse.Namespace) or is_own or is_project(kind.__module__)
+
+
+def _is_missing(owner: Any, name: str) -> bool:
+    """Return whether an object has no attribute of a name, also not by a ``__getattr__`` or a property that failed."""
+    kind = type(owner)
+    getter, static = getattr(kind, "__getattr__", None), inspect.getattr_static(kind, name, MISSING)
+    is_slot = inspect.ismemberdescriptor(static)
+    if _is_in_key(owner, name) or not (static is MISSING or is_slot):
+        return False
+    if not is_library(sys.modules.get(getattr(getter, "__module__", ""))):
+        return False
+    return not any(name in getattr(owner, register, ()) for register in _REGISTERS)
 
 
 def _is_stored(owner: Any, name: str, value: Any) -> bool:
