@@ -46,7 +46,7 @@ class System:
 
     @property
     def missing(self) -> str | None:
-        """Why it can't run here, if it can't."""
+        """The reason why it cannot run here, if there is one."""
         return None if find_spec(self.needs) else f"{self.name} is left out: there is no module {self.needs} here"
 
 

@@ -94,7 +94,7 @@ class Workload:
         return self.make()
 
     def part(self, step: int, rank: int, ranks: int) -> Batch:
-        """What this rank is given of the batch of a step."""
+        """A rank's part of the batch of a step."""
         if self.is_whole:
             return self.batch(step, self.share)
         return tuple(x.chunk(ranks)[rank] for x in self.batch(step, self.share * ranks))

@@ -45,8 +45,8 @@ METHODS_OF_ONE_WORD = {  # (class, method) -> why it is not a verb with its obje
 EMPTY_WORDS = {("graphzero/plan/plan.py", "kept"): "public"}  # (file, name) -> why it stays
 
 REPOSITORY = ROOT.parent
-READ_BY_USERS = sorted(path for folder in ("docs", "examples") for path in (REPOSITORY / folder).rglob("*.py"))
-ALL = [*PATHS, *READ_BY_USERS]
+BESIDE = sorted(path for folder in ("bench", "docs", "examples") for path in (REPOSITORY / folder).rglob("*.py"))
+ALL = [*PATHS, *BESIDE]
 
 
 def classes() -> dict[str, list[tuple[pathlib.Path, int]]]:

@@ -225,7 +225,7 @@ def survive_fault(job: Job, fault: Callable[[], Any], faulty: int) -> Verdict:
 
 
 def judge_answer(own: Answer, expected: float, faulty: int) -> str:
-    """What is wrong with what a rank has got while another one had a fault."""
+    """Return what is wrong with what a rank has got while another one had a fault."""
     if own["seconds"] > SOON:
         return f"took {own['seconds']:.1f} s: {own.get('error', 'no error')}"
     if "error" in own:
@@ -234,7 +234,7 @@ def judge_answer(own: Answer, expected: float, faulty: int) -> str:
 
 
 def judge_retry(job: Job, own: Answer, faulty: int, has_stepped: bool) -> str:
-    """What is wrong with the next call of all ranks.  has_stepped: some rank has taken the step with the fault."""
+    """Return what is wrong with the next call of all ranks.  has_stepped: some rank took the step with the fault."""
     retried = try_call(job.call_graph)
     if "value" in own and retried.get("ranks") == [faulty]:  # this rank has not heard of the fault before
         retried = try_call(job.call_graph)
@@ -289,7 +289,7 @@ def run_world(ranks: int, way: str, names: list[str], seed: int) -> list[list[Ve
 
 
 def join_verdicts(verdicts: list[list[Verdict]], i: int, name: str) -> Verdict:
-    """What went wrong with fault number i, and the seconds until the last survivor had heard of it."""
+    """Return what went wrong with fault number i, and the seconds until the last survivor had heard of it."""
     known = [own[i] for own in verdicts if len(own) > i]
     expected = len(verdicts) - (name in ENDS)
     if len(known) < expected:

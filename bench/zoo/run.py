@@ -79,7 +79,7 @@ def read_records(path: Path) -> dict[str, Record]:
 
 @functools.cache
 def list_cases() -> dict[str, ZooCase]:
-    """Those of the packages that are installed, by name."""
+    """Cases of the packages that are installed, by name."""
     cases: dict[str, ZooCase] = {}
     for list_kind in (list_architectures, list_adapters, list_optimizers):
         try:

@@ -239,7 +239,7 @@ def _fit_sections(rope: Any, new: Mapping[str, Any]) -> None:
 
 
 def _fit_parts(new: dict[str, Any]) -> None:
-    """What one part's configuration says of another's."""
+    """Make what one part's configuration says of another's agree with it."""
     text = new.get("text_config")
     if not isinstance(text, dict) or not isinstance(text.get("hidden_size"), int):
         return

@@ -36,7 +36,7 @@ LARGEST = 20_000_000  # parameters
 
 
 def trial_case(family: str, *how: Any) -> ZooCase:
-    """how: a function that makes the trial, and its arguments."""
+    """A case of a family.  how: a function that makes the trial, and its arguments."""
     build = partial(*how)
     return ZooCase(family, partial(judge, build), partial(try_export, build))
 

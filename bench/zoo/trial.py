@@ -273,7 +273,7 @@ def products_in_float64() -> AbstractContextManager[Any]:
 
 
 def declare_torchvision_ops() -> None:
-    """Where torchvision's compiled ops do not load, declare the two that it registers, so that the package loads.
+    """Declare the two ops that torchvision registers where its compiled ones do not load, so that the package loads.
 
     PyPI's are built for CUDA.  No classifier or segmentation model calls them.
     """

@@ -260,7 +260,7 @@ BROKEN = [
     (sets_no_output, gz.VerifyError, "graph.set_output(None", "a list of values"),
     (takes_the_fx_graph_away, gz.VerifyError, "set graph.graph to None"),
     (names_two_values_alike, gz.VerifyError, "is the name of two nodes"),
-    (names_a_value_in_words, gz.VerifyError, "'log softmax' is no name"),
+    (names_a_value_in_words, gz.VerifyError, "'log softmax' is not a name"),
     (calls_with_a_value_for_a_tuple, gz.VerifyError, "for its arguments, which are a tuple"),
     (forgets_a_type, gz.VerifyError, "has None for a type"),
     (splits_on_two_axes_of_one, gz.VerifyError, "has (B, B) for an SBP", "for each axis, dp"),

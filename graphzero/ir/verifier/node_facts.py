@@ -52,7 +52,7 @@ def check_facts(graph: StepGraph, where: str) -> None:
     for node in graph.nodes:
         try:
             is_name = isinstance(node.name, str) and _NAME.fullmatch(node.name) is not None
-            need(is_name, "is no name: letters, digits and _, and no digit first")
+            need(is_name, "is not a name: letters, digits and _, and no digit first")
             need(node.name not in names, "is the name of two nodes")
             names.add(node.name)
             if node.op != "output":
