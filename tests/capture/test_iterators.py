@@ -1,8 +1,11 @@
 """Items that build takes from an iterator are constants of the program, of which the user is told."""
 
+import csv
+import io
 import itertools
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from capture_reference import Owner, Program
@@ -19,9 +22,33 @@ def generate(batches):
         i += 1
 
 
-def begun(iterator):
-    next(iterator)
+def begun(iterator, count=1):
+    for _ in range(count):
+        next(iterator)
     return iterator
+
+
+def yielding_from(iterator):
+    yield from iterator
+
+
+def float_of(row):
+    return float(row[0])
+
+
+def open_this_file():
+    OPENED.append(open(__file__))  # noqa: SIM115 - for as long as the test runs
+    return OPENED[-1]
+
+
+OPENED = []
+
+
+@pytest.fixture(autouse=True)
+def _close_files():
+    yield
+    while OPENED:
+        OPENED.pop().close()
 
 
 ITERATORS = {
@@ -34,6 +61,15 @@ ITERATORS = {
     "map": lambda: map(torch.neg, BATCHES),
     "islice": lambda: itertools.islice(BATCHES, 5),
     "cycle": lambda: itertools.cycle(BATCHES),
+    "cycle in its second round": lambda: begun(itertools.cycle(BATCHES), 8),
+    "cycle of a generator": lambda: begun(itertools.cycle(x for x in BATCHES), 8),
+    "a generator that yields from cycle": lambda: begun(yielding_from(itertools.cycle(BATCHES)), 8),
+    "map over cycle": lambda: map(torch.neg, begun(itertools.cycle(BATCHES), 6)),
+    "product": lambda: (x for x, _ in itertools.product(BATCHES, range(2))),
+    "tee": lambda: itertools.tee(BATCHES)[0],
+    "numpy": lambda: begun(np.arange(4.0).flat),
+    "csv": lambda: map(float_of, begun(csv.reader(io.StringIO("1\n2\n3\n")))),
+    "a file": lambda: map(len, open_this_file()),
     "chain of a generator": lambda: begun(itertools.chain(generate(BATCHES), BATCHES)),
     "count": lambda: itertools.count(300),
     "a DataLoader's": lambda: iter(DataLoader(BATCHES, batch_size=None)),
@@ -97,3 +133,13 @@ def test_an_iterator_goes_on_where_build_has_left_it():
         capture_step(build, cycle=cycle, generator=generator)
     assert [next(cycle) for _ in range(3)] == [2.0, 1.0, 2.0]
     assert next(generator) == 2.0
+
+
+def test_a_file_that_build_writes_to_is_no_iterator_that_it_takes_items_from():
+    def build(self, x):
+        self.log.write("a line")
+        return self.model(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture_step(build, log=io.StringIO())

@@ -11,7 +11,7 @@ import torch
 from capture_reference import Owner, Program
 from torch import nn
 
-pytestmark = pytest.mark.filterwarnings("ignore:build sets")
+pytestmark = pytest.mark.filterwarnings("ignore:build sets", "ignore:build reads")
 
 
 class FrozenDict(OrderedDict):

@@ -6,12 +6,10 @@ frozen configuration) or acts on them is not asked, and nothing is emptied in or
 
 from __future__ import annotations
 
-import gc
-import itertools
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from types import CellType, GeneratorType, MemberDescriptorType
+from types import CellType, MemberDescriptorType
 from typing import Any
 
 import torch
@@ -223,39 +221,6 @@ class TensorSnapshot(ObjectSnapshot):
             tensor.grad = grad
 
 
-class IteratorSnapshot(ObjectSnapshot):
-    """The position of an iterator of Python's or of a library's, as far as it says; it cannot be put back.
-
-    A generator says it by its variables, ``itertools.count`` by its repr, those over a container by the number of items
-    that are left, and one of a library, such as a DataLoader's, by the integers among its attributes.
-    """
-
-    __slots__ = ()
-
-    def read_content(self, holder: Any) -> list[Any]:
-        if isinstance(holder, GeneratorType):
-            frame = holder.gi_frame
-            return [] if frame is None else [frame.f_lasti, *frame.f_locals.values()]
-        if isinstance(holder, itertools.count):
-            return [repr(holder)]
-        attributes = _attributes(holder)
-        if attributes is not None:
-            return [x for x in attributes.values() if type(x) is int]
-        return [operator.length_hint(holder, -1)]
-
-    def children(self) -> list[Any]:
-        """The iterators that it takes items from, alone: its containers agree with how far it is."""
-        if isinstance(self.holder, GeneratorType):
-            referents = self.content
-        else:
-            referents = gc.get_referents(self.holder) if _attributes(self.holder) is None else []
-        flat = (x for referent in referents for x in (referent if type(referent) is tuple else (referent,)))
-        return [x for x in flat if isinstance(x, Iterator)]
-
-    def write_content(self, content: list[Any]) -> None:
-        pass
-
-
 _KINDS: list[tuple[type, type[ObjectSnapshot]]] = [
     (dict, DictSnapshot),
     (list, ListSnapshot),
@@ -272,14 +237,15 @@ def snapshots_of(target: Any, owner: tuple[Any, str]) -> Iterator[ObjectSnapshot
     for base, how in _KINDS:
         if issubclass(kind, base):
             yield how(target, owner)
-    attributes = _attributes(target)
+    attributes = attributes_of(target)
     if attributes is not None:
         yield DictSnapshot(attributes, (target, ""))
     if slots_of(kind):
         yield SlotsSnapshot(target, (target, ""))
 
 
-def _attributes(target: Any) -> dict[str, Any] | None:
+def attributes_of(target: Any) -> dict[str, Any] | None:
+    """The ``__dict__`` of an object, past what its class makes of that; None if it has none."""
     try:
         attributes = object.__getattribute__(target, "__dict__")
     except AttributeError:

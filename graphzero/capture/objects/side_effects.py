@@ -8,6 +8,7 @@ classes of all these objects, and of those that are named; torch's settings, and
 
 from __future__ import annotations
 
+import io
 import random
 import sys
 import types
@@ -23,9 +24,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from graphzero import _compat
 from graphzero.capture.objects.array_snapshot import ArraySnapshot, size_of_array
+from graphzero.capture.objects.iterator_snapshot import IteratorSnapshot
 from graphzero.capture.objects.object_snapshot import (
     DictSnapshot,
-    IteratorSnapshot,
     ObjectSnapshot,
     TensorSnapshot,
     TracedNumber,
@@ -92,7 +93,9 @@ def snapshot_all(roots: Iterable[Any], reached: ScopeReferences) -> list[ObjectS
         if isinstance(obj, (tuple, frozenset)):
             todo.extend((x, owner) for x in obj)
             continue
-        of_object = list(snapshots_of(obj, owner)) if _is_open(type(obj)) else [IteratorSnapshot(obj, owner)]
+        of_object = list(snapshots_of(obj, owner)) if _is_open(type(obj)) else []
+        if isinstance(obj, Iterator) and (isinstance(obj, io.IOBase) or not of_object):
+            of_object.append(IteratorSnapshot(obj, owner))
         if not isinstance(obj, nn.Module) and any(
             _is_of_threads(x) for snapshot in of_object for x in snapshot.content[:_MANY]
         ):

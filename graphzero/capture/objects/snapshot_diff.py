@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from graphzero.capture.objects.iterator_snapshot import IteratorSnapshot
 from graphzero.capture.objects.object_snapshot import (
     MISSING,
     DictSnapshot,
-    IteratorSnapshot,
     ObjectSnapshot,
     SlotsSnapshot,
 )

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from graphzero import _compat
 from graphzero.capture.guards.attribute_guards import AttributeGuards
 from graphzero.capture.host_values.number import HostNumber
-from graphzero.capture.objects.object_snapshot import DictSnapshot, IteratorSnapshot, ObjectSnapshot, TensorSnapshot
+from graphzero.capture.objects.iterator_snapshot import IteratorSnapshot
+from graphzero.capture.objects.object_snapshot import DictSnapshot, ObjectSnapshot, TensorSnapshot
 from graphzero.capture.objects.scope_snapshot import GlobalsSnapshot
 from graphzero.capture.problems import form_of, place_of, problem, user_lines
 from graphzero.capture.trace.captured_constants import CapturedConstants
