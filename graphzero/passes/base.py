@@ -232,18 +232,25 @@ class _Given:
 
     updates: tuple[str, ...]
     inputs: dict[str, tuple[Any, ...]]
+    stages: dict[str, int]
     outputs: int
     level: str
     placement: Placement
 
     @classmethod
     def from_graph(cls, graph: StepGraph) -> _Given:
-        return cls(tuple(graph.updates), _inputs_of(graph), len(graph.outputs), graph.level, graph.placement)
+        outputs = len(graph.outputs)
+        return cls(tuple(graph.updates), _inputs_of(graph), _stages_of(graph), outputs, graph.level, graph.placement)
 
 
 def _inputs_of(graph: StepGraph) -> dict[str, tuple[Any, ...]]:
     """Type and role of each input: the runtime binds tensors by them."""
     return {node.name: (node.meta.get("type"), value.role_of(node)) for node in graph.placeholders()}
+
+
+def _stages_of(graph: StepGraph) -> dict[str, int]:
+    """Pipeline stage of each input that is on one."""
+    return {node.name: node.meta["stage"] for node in graph.placeholders() if "stage" in node.meta}
 
 
 def _checked(given: _Given, after: object, name: str) -> StepGraph:
@@ -282,6 +289,10 @@ def _changed_parts(given: _Given, after: StepGraph) -> Iterator[tuple[str, str]]
         )
         problem = f"made the input '{other}' another one: {now}, which was {was}"
         yield problem, "Leave types and roles of placeholders as they are; cast or reshape what reads them"
+    stages = _stages_of(after)
+    for moved in (name for name, stage in given.stages.items() if stages.get(name) != stage):
+        problem = f"took the input '{moved}' from pipeline stage {given.stages[moved]} to {stages.get(moved)}"
+        yield problem, "Leave stages of placeholders as they are: config.set_stage(module, stage) chooses them"
     if after.placement != given.placement and MICRO_BATCHES not in given.placement.names:
         problem = f"took the graph from {given.placement} to {after.placement}"
         yield problem, "Leave graph.placement as it is: tensors are bound to the ranks of the Graph's"

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
 from wrong import X, Y, make, refused, says
 
 import graphzero as gz
@@ -282,6 +283,27 @@ def test_a_pass_that_breaks_a_law_is_refused(case):
     another()  # ahead: no Graph is compiled within the compilation of one
     message = refused(using(pass_), kind, *words)
     assert pass_.__name__ in message or pass_.__name__.startswith(("pins", "sets"))
+
+
+@pytest.mark.parametrize("after", ["assign_stages", "localize"])
+@pytest.mark.parametrize("stage", [1, 7, None])
+def test_a_pass_that_moves_an_input_to_another_stage_is_refused(stage, after):
+    def moves(graph):
+        next(graph.placeholders("param")).meta["stage"] = stage
+        return graph
+
+    def leaves_out(graph):
+        del next(graph.placeholders("param")).meta["stage"]
+        return graph
+
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    ranks = gz.placement("cpu", range(2), names=("pp",), virtual=True)
+    graph = TrainGraph(layers, mean_square, torch.optim.SGD(layers.parameters(), lr=0.1), placement=ranks)
+    for number, layer in enumerate(layers):
+        graph.config.set_stage(layer, number)
+    graph.config.add_pass(moves if stage else leaves_out, after=after)
+    with says(gz.VerifyError, f"took the input 'model_0_weight' from pipeline stage 0 to {stage}", "config.set_stage"):
+        graph(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("after", ["propagate", "insert_boxing", "lower_boxing", "localize", "bucket", "dead_code"])

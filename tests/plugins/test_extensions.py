@@ -92,6 +92,8 @@ in_no_group = PassEntry(Noop, "local", group="fused", after="localize")
 setting = PluginSetting(0, Check(lambda x: isinstance(x, int), "give an int"))
 by_method = dataclasses.replace(setting, method=set_depth)
 reserved = RoomCheck("a maximum of 0", "the maximum is above 0", lambda graph: None)
+wordless = RoomCheck("", "the maximum is above 0", lambda graph: None)
+unchanging = RoomCheck("a maximum of 0", "the maximum is above 0", None)
 taken = RoomCheck("room for the rows of experts", "", lambda graph: None)
 no_check = PluginSetting(0, lambda x: True)
 no_words = PluginSetting(0, Check(lambda x: True, None))
@@ -483,6 +485,8 @@ def test_two_plug_ins_with_a_method_of_one_name_are_refused(site: Site) -> None:
     [
         ("MODULE:setting", "is not a check: give a graphzero.runtime.execute.checks.RoomCheck"),
         ("MODULE:taken", "has the message of another check, 'room for the rows of experts'"),
+        ("MODULE:wordless", "has a check without a message, a problem in words, or a function that gives more"),
+        ("MODULE:unchanging", "has a check without a message, a problem in words, or a function that gives more"),
     ],
 )
 def test_a_check_of_room_that_cannot_be_used_is_refused(site: Site, target: str, problem: str) -> None:

@@ -56,6 +56,9 @@ def room_checks() -> Mapping[str, tuple[Extension, RoomCheck]]:
         check = plugin.load()
         if not isinstance(check, RoomCheck):
             raise plugin.refusal("is not a check: give a graphzero.runtime.execute.checks.RoomCheck")
+        are_words = isinstance(check.message, str) and check.message and isinstance(check.problem, str)
+        if not are_words or not callable(check.give_more):
+            raise plugin.refusal("has a check without a message, a problem in words, or a function that gives more")
         if check.message in checks:
             raise plugin.refusal(f"has the message of another check, {check.message!r}")
         checks[check.message] = plugin, check
