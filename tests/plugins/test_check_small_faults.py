@@ -28,7 +28,9 @@ class Small(gz.Graph):
         super().__init__(gz.placement("cpu", [[0, 1], [2, 3]] if schedule else range(2), virtual=True, **axes))
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.add_optimizer(torch.optim.AdamW([*self.first.parameters(), *self.last.parameters()], lr=lr))
+        self.add_optimizer(
+            torch.optim.AdamW([*self.first.parameters(), *self.last.parameters()], lr=lr), clip_grad_norm=1.0
+        )
         self.config.enable_zero(stage=2)
         if offload:
             self.config.enable_offload()
@@ -116,6 +118,22 @@ def test_a_hundredth_too_much_is_seen_in_16_bits(pass_: Any, after: str) -> None
 def test_parts_of_stages_in_16_bits_that_lose_a_step_are_named(schedule: str) -> None:
     report = check(Small(loses_the_step, "bucket", schedule=schedule, dtype=BF16))
     assert report.where == "loses_the_step" and "epilogue" in str(report)
+
+
+def drops_the_norm(graph: StepGraph) -> StepGraph:
+    graph.set_output(graph.outputs, {}, graph.updates)
+    return graph
+
+
+def test_a_result_that_a_pass_leaves_out_is_a_difference() -> None:
+    report = check(Small(drops_the_norm))
+    assert report.where == "drops_the_norm" and "grad_norm.0: inf" in str(report)
+    assert "does not return grad_norm.0 any more" in str(report)
+
+
+def test_a_tolerance_of_zero_allows_nothing() -> None:
+    report = check(Small(), rtol=0.0)
+    assert report.is_rounding and report.rtol == 0
 
 
 def test_small_gradients_are_not_taken_for_rounding_noise() -> None:

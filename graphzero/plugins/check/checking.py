@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,13 @@ from graphzero.ir.graph import StepGraph
 from graphzero.passes import Record
 from graphzero.plugins.check.compare import Scales, difference, held_difference, tolerance
 from graphzero.plugins.check.eager import eager_step
-from graphzero.plugins.check.first_difference import PassRuns, first_difference, first_nonfinite, micro_batch_lines
+from graphzero.plugins.check.first_difference import (
+    CALLERS,
+    PassRuns,
+    first_difference,
+    first_nonfinite,
+    micro_batch_lines,
+)
 from graphzero.plugins.check.float64_step import widen_program
 from graphzero.plugins.check.initial_state import StepStart, start_of
 from graphzero.plugins.check.report import Report, Stage, beyond_lines, with_second, without_second
@@ -266,10 +273,9 @@ class _Check:
 
     def _compared(self, name: str, after: StageRun) -> Stage:
         wanted, scales = self.expected, self.scales.by_name
-        shared = [result for result in after.results if result in wanted]
-        return self._stage(
-            name, after.ranks, {n: held_difference(wanted[n], after.results[n], scales[n]) for n in shared}
-        )
+        gaps = {n: held_difference(wanted[n], x, scales[n]) for n, x in after.results.items() if n in wanted}
+        lost = (n for n in wanted if n.startswith(CALLERS) and n not in after.results)
+        return self._stage(name, after.ranks, gaps | dict.fromkeys(lost, math.inf))
 
     # ---- what the report says besides numbers
 

@@ -23,6 +23,7 @@ from graphzero.testing.simulate import RankValues
 SMALL = 1e-3
 _NOISE = 1e-14  # a kind whose values are all below it is noise in float64 too
 _CHANGES = 1e-5  # of a change that is rounding in float64 too: Adam divides noise by an epsilon of 1e-8
+_ROUNDING = 1e-16  # a tolerance below it allows nothing
 _ULPS = 4
 
 
@@ -55,6 +56,7 @@ class Scales:
             largest[_kind(name)] = max(size, largest.get(_kind(name), 0.0))
         smallest = {name: SMALL * _least(_kind(name), largest[_kind(name)]) for name in sizes}
         by_name = {name: size + smallest[name] for name, size in sizes.items()}
+        rtol = max(rtol, _ROUNDING)
         for name in by_name.keys() & before.keys():
             size = _size(wanted[name])
             rounding = _ULPS * _epsilon(wanted[name], before[name]) * size

@@ -19,6 +19,7 @@ from graphzero.plugins.check.compare import held_difference, is_finite, node_sca
 from graphzero.plugins.check.stage_values import StageRun, moved_from
 from graphzero.sbp.placement import MICRO_BATCHES
 
+CALLERS = ("output ", "new ", "grad_norm.", "skipped")  # results for the caller, which no pass may leave out
 _SHOWN = 6
 
 
@@ -131,6 +132,9 @@ def _result_of_another(before: StageRun, after: StageRun) -> tuple[str, str]:
     """The message where every value is as before: a result is made of another value, or a write came too early or too
     late."""
     old, new = _results(before), _results(after)
+    lost = [name for name in old if name.startswith(CALLERS) and name not in new]
+    if lost:
+        return "", f"Every value that both programs have is the same, but the step does not return {lost[0]} any more."
     for name in new:
         if name in old and _origin(old[name]) != _origin(new[name]):
             return new[name].name, (
