@@ -221,14 +221,15 @@ def mixture(layers: int, width: int, vocabulary: int, context: int) -> Workload:
 EXPERTS = {"small": mixture(4, 256, 2048, 256), "toy": mixture(1, 64, 64, 16)}
 
 
-class Regression(nn.Sequential):
+class Regression(nn.Module):
     """A network of two layers and its mean squared error."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(super().forward(x), y)
+        return F.mse_loss(self.body(x), y)
 
 
 def draw_vectors(step: int, size: int) -> Batch:

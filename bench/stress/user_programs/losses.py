@@ -6,11 +6,12 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from stress.user_programs.parts import classes, flags, floats, mlp, square, trained
-from stress.user_programs.program import Program, built_by, by_loss, by_step, program
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, hessian, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
+
+from stress.user_programs.parts import classes, flags, floats, mlp, square, trained
+from stress.user_programs.program import Program, built_by, by_loss, by_step, program
 
 
 @built_by(by_loss)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from stress.user_programs.parts import flags, floats, mlp, square, trained
-from stress.user_programs.program import PROGRAMS, Program, Source, built_by, by_classifier, by_model, program
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+
+from stress.user_programs.parts import flags, floats, mlp, square, trained
+from stress.user_programs.program import PROGRAMS, Program, Source, built_by, by_classifier, by_model, program
 
 
 def register(name: str, build: Callable[[], nn.Module], *shape: int) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from stress.user_programs.parts import Maker, classes, floats, mlp, trained
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from stress.user_programs.parts import Maker, classes, floats, mlp, trained
 
 
 @dataclass

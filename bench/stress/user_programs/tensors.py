@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from stress.user_programs.parts import classes, flags, floats, square, trained
 from stress.user_programs.program import Program, built_by, by_loss, by_model, by_step
-from torch import Tensor, nn
 
 
 @built_by(by_loss)
