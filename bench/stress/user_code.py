@@ -34,6 +34,7 @@ import graphzero as gz
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
 from _ranks import start
 from _run import command_parser, parse_options
+
 from stress import user_code_cells
 from stress.user_code_cells import Cell, list_cells
 from stress.user_programs import PROGRAMS

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from _run import default_dtype
 from parity import largest_difference
-from stress.user_programs import PROGRAMS, Program, Source
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import graphzero as gz
+from stress.user_programs import PROGRAMS, Program, Source
 
 STEPS = 3
 OPTIONS: dict[str, tuple[Any, ...]] = {

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
 from zoo.tiny_configs import PLAIN_IDS
 
 BATCH, LENGTH, FRAMES, SAMPLES = 4, 16, 4, 1920

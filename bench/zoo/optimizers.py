@@ -21,9 +21,9 @@ import torch
 from parity import TrainGraph
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
-from zoo.trial import Record, ZooCase
 
 import graphzero as gz
+from zoo.trial import Record, ZooCase
 
 STEPS, STAGES = 5, (0, 3)
 LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5}  # of the largest difference, in units of the largest parameter

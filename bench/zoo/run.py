@@ -30,6 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
 from _run import command_parser, format_table, parse_options
+
 from zoo.optimizers import list_optimizers
 from zoo.transformers_models import list_adapters, list_architectures
 from zoo.trial import Record, ZooCase, describe_error, load_packages

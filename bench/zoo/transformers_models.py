@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from models import build_transformer
+
 from zoo.inputs import BATCH, LENGTH, Batch, Losses
 from zoo.tiny_configs import LEVELS, shrink_config
 from zoo.trial import Skip, Trial, ZooCase, judge, seed, try_export
