@@ -126,11 +126,14 @@ def test_one_program_serves_all_values(use):
     assert programs == 1
 
 
+PROGRAMS = {"an exponent": 1} if torch.__version__ >= "2.14" else {}  # its pow takes a number that is not known
+
+
 @pytest.mark.parametrize("use", BY_VALUE)
 def test_what_goes_by_the_value_is_captured_for_each(use):
     found, wanted, programs = losses(BY_VALUE[use], VALUES)
     assert found == pytest.approx(wanted, rel=1e-9)
-    assert programs == 3
+    assert programs == PROGRAMS.get(use, 3)
 
 
 def test_a_branch_is_captured_once_for_each_side():

@@ -80,6 +80,7 @@ def test_every_op_computes_the_same_of_operands_that_are_not_dense() -> None:
 
 UNSAMPLED = {"nonzero", "masked_select", "linalg_cross"}  # of sizes that are data; one that capture writes as others
 LATEST = {"_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa_backward"}  # that torch has from 2.13 on
+REMOVED = {"cholesky"} if torch.__version__ >= "2.14" else set()  # from what users can call
 ROUNDING = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.bfloat16: 3e-2}
 COARSE = 1e-4  # of other dtypes
 
@@ -178,4 +179,4 @@ def test_every_op_that_is_told_where_to_write_writes_the_same_there_and_nothing_
     assert not wrong, "\n".join(sorted(wrong))
     told = kernel_forms.ANY_STRIDES | kernel_forms.ROWS_ONLY | kernel_forms.OVER_FIRST
     absent = {name for name in LATEST if not hasattr(torch.ops.aten, name)}
-    assert tried >= told - UNSAMPLED - absent if dtype == torch.float64 else len(tried) > 200
+    assert tried >= told - UNSAMPLED - REMOVED - absent if dtype == torch.float64 else len(tried) > 200
