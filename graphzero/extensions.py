@@ -21,7 +21,7 @@ is also what an installation has: so a source tree has the plug-ins of its own c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from configparser import ConfigParser
 from dataclasses import dataclass
 from functools import cache
@@ -60,14 +60,17 @@ class Extension:
         return _load(self)
 
     @_compat.contextmanager
-    def name_errors(self) -> Iterator[None]:
-        """Within, the plug-in of another distribution runs: what it raises names it, unless it is graphzero's error."""
+    def name_errors(self, unless: Callable[[Exception], bool] = lambda _: False) -> Iterator[None]:
+        """Within, the plug-in of another distribution runs: what it raises names it, unless it is graphzero's error.
+
+        unless: of other errors that stay as they are.
+        """
         try:
             yield
         except GraphZeroError:
             raise
         except Exception as error:
-            if self.is_own:
+            if self.is_own or unless(error):
                 raise
             raise self.refusal(f"stopped: {type(error).__name__}: {error}{where_raised(error)}") from error
 

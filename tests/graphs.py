@@ -1,4 +1,4 @@
-"""One builder of training steps: a model, its loss, and the optimizers, in any layout."""
+"""Builders of training steps: a model, its loss, and the optimizers, in any layout; and a step of one function."""
 
 from __future__ import annotations
 
@@ -62,6 +62,17 @@ class TrainGraph(gz.Graph):
         if self.optimizers:
             _loss_of(result).backward()
         return result
+
+
+class Step(gz.Graph):
+    """A step on two virtual ranks that returns ``use(step, x)``.  options: an object that ``use`` may read."""
+
+    def __init__(self, use: Callable[[Step, Tensor], Any], options: Any = None) -> None:
+        super().__init__(virtual())
+        self.use, self.options = use, options
+
+    def build(self, x: Tensor) -> Any:
+        return self.use(self, x)
 
 
 def _loss_of(result: Any) -> Tensor:

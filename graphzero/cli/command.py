@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         options = _parser(arguments).parse_args(arguments)
-        status = _status_of(options.run_command, options)
+        status = int(options.run_command(options) or 0)
         if sys.stdout is not None:  # which may be closed
             sys.stdout.flush()
         return status
@@ -63,17 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _is_of_output(error: BaseException | None) -> bool:
+def _is_of_output(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in UNWRITTEN and error.filename is None
-
-
-def _status_of(run_command: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
-    try:
-        return int(run_command(options) or 0)
-    except ConfigError as error:  # of a plug-in that could not print
-        if _is_of_output(error.__cause__):
-            raise error.__cause__ from None  # type: ignore[misc]
-        raise
 
 
 def _drop_output() -> None:
@@ -100,7 +91,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _run_command(plugin: Extension, command: Command, options: argparse.Namespace) -> int | None:
-    with plugin.name_errors():
+    with plugin.name_errors(unless=_is_of_output):
         status = command.run(options)
     if status is not None and not isinstance(status, int):
         raise plugin.refusal(f"ended with the status {shorten_repr(status)}; run returns a number, or None for 0")

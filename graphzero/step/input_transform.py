@@ -8,6 +8,7 @@ of the arguments as they came.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -79,6 +80,7 @@ def active_transform(settings: Settings) -> InputTransform | None:
     return _transform_of(plugins[active[0]]) if active else None
 
 
+@cache  # it is asked for in every call
 def _transform_of(plugin: Extension) -> InputTransform:
     transform: InputTransform = plugin.load()
     names = ("read_inputs", "rewrite_capture", "uncut_inputs", "capture_key")

@@ -14,22 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-
-import graphzero as gz
+from graphs import Step
 
 
 class Options:
     def __init__(self, **values: float) -> None:
         self.__dict__.update(values)
-
-
-class Step(gz.Graph):
-    def __init__(self, use: Callable[[Step, torch.Tensor], Any], options: Any = None) -> None:
-        super().__init__(gz.placement("cpu", range(2), virtual=True))
-        self.use, self.options = use, options
-
-    def build(self, x: torch.Tensor) -> Any:
-        return self.use(self, x)
 
 
 def programs(step: Step) -> int:

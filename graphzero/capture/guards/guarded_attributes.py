@@ -21,7 +21,8 @@ from graphzero.capture.guards.guarded_values import (
     values_match,
 )
 
-_AS_AT_FIRST, _ABSENT = "value 1 of those in programs", "absent"
+_NUMBERED, _ABSENT = "value {} of those in programs", "absent"
+_AS_AT_FIRST = _NUMBERED.format(1)
 
 
 class GuardedAttributes:
@@ -108,7 +109,7 @@ class GuardedAttributes:
     def _text_of(self, path: str, value: Any) -> str:
         if path in self._inner_paths or isinstance(value, ContainerValue):
             number = self._numbered[path].get(value) if path in self._numbered else None
-            return "as in no program yet" if number is None else f"value {number} of those in programs"
+            return "as in no program yet" if number is None else _NUMBERED.format(number)
         return _ABSENT if value is MISSING else repr(value)
 
     def _build_readers(self, modules: Mapping[str, nn.Module]) -> None:
@@ -119,10 +120,15 @@ class GuardedAttributes:
         known = {**self._constant_paths, **self._rebuilt_paths, **self._missing_paths}
         splits = {path: split_path(path, owners) for path in known}
         # Namespaces have what their __dict__ has not.
-        absent = [path for path in known if path not in self._constant_paths and path not in self._rebuilt_paths]
-        absent = [path for path in absent if splits[path][0] not in self._namespaces or "." in splits[path][1]]
+        absent = {
+            path: None
+            for path in self._missing_paths
+            if path not in self._constant_paths
+            and path not in self._rebuilt_paths
+            and (splits[path][0] not in self._namespaces or "." in splits[path][1])
+        }
         names_of: dict[str, list[str]] = {}
-        for path in [path for path in known if path not in self._rebuilt_paths and path not in absent]:
+        for path in (path for path in known if path not in self._rebuilt_paths and path not in absent):
             owner, name = splits[path]
             names_of.setdefault(owner, []).append(name)
         self._readers = [(owners[path], attrgetter(*names), names) for path, names in names_of.items()]
