@@ -13,7 +13,7 @@ import io
 import pickle
 import zlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ from torch import fx
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from graphzero import _compat
-from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 
 # Containers and numbers that are written as what they are made of; strings, ints, tuples and their kind always are.
@@ -48,7 +47,8 @@ class _Row(NamedTuple):
 
 
 class _Last(NamedTuple):
-    about: list[Any]
+    about: tuple[Any, ...]
+    order: array[int]  # numbers of rows
     packed: PackedGraph
 
 
@@ -68,18 +68,22 @@ class PackedHistory:
 
     def add_copy(self, graph: StepGraph) -> PackedGraph:
         """The graph as it is now; the same object as the last time where nothing has changed since."""
-        about = [graph, graph.graph, graph.name, graph.placement, graph.level, graph.stated, graph.is_read]
-        about += value.facts(graph.nodes)
+        about = (graph, graph.graph, graph.name, graph.placement, graph.level, graph.stated, graph.is_read)
+        facts = {node: _facts(node) for node in graph.nodes}
+        changed = [node for node, node_facts in facts.items() if not self._has(node, node_facts)]
         last = self._last
-        if last is not None and len(about) == len(last.about) and all(map(is_, about, last.about)):
+        if last is not None and not changed and all(map(is_, about, last.about)) and self._order(facts) == last.order:
             return last.packed
         if self._may_change:
             self._begin()
-        facts = {node: _facts(node) for node in graph.nodes}
-        self._write_nodes([node for node, node_facts in facts.items() if not self._has(node, node_facts)], facts)
-        order = array("I", [self._rows[node].number for node in facts])
-        self._last = _Last(about, PackedGraph(graph, self._kept, order))
+            changed = [*facts]
+        self._write_nodes(changed, facts)
+        order = self._order(facts)
+        self._last = _Last(about, order, PackedGraph(graph, self._kept, order))
         return self._last.packed
+
+    def _order(self, nodes: Iterable[fx.Node]) -> array[int]:
+        return array("I", [self._rows[node].number for node in nodes])
 
     def _has(self, node: fx.Node, facts: Facts) -> bool:
         row = self._rows.get(node)
