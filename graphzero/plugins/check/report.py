@@ -107,6 +107,9 @@ def with_second(report: Report, second: Report) -> Report:
             "sign of something very small, such as a gradient that is exactly zero, under Adam."
         )
         return replace(report, is_rounding=True, value="", notes=(note,))
+    if second.where != report.where:  # where rounding is amplified, it hides where the step becomes another one
+        note = f"In its own dtypes it {report.verdict}: what float64 does not show is rounding."
+        return replace(second, notes=(*second.notes, note))
     return replace(report, notes=(*report.notes, f"In float64 it {second.verdict} too: this is not rounding."))
 
 
