@@ -37,7 +37,7 @@ from graphzero._compat.tracing import (
     constant_of, foreach_lerp_, forget_fakes, forget_names, functional_value, functions, guarded_number, inferring,
     input_nodes, is_traced_after, keep_constant, kept_symbolic, last_traced, make_fx, new_symbol, preserve_node_meta,
     properties, reparametrize, set_arguments, shape_env, silent_fakes, small_constants, symbol_name, traced_call,
-    traced_from, unknown,
+    traced_from, unknown, validity_as_tensor,
 )  # fmt: skip
 
 LazyGraphModule = _lazy_graph_module._LazyGraphModule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from operator import attrgetter
 from types import FrameType
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributions import distribution
 from torch.fx import graph as fx_graph
 from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -240,6 +241,14 @@ def checks_given_to(taken: Callable[[type[Exception], Any, Any], bool]) -> Abstr
             original(error_type, cond, message)
 
     return patched(torch, "_check_with", check)
+
+
+def validity_as_tensor() -> AbstractContextManager[Any]:
+    """Distributions raise where a tensor says that values are invalid, as they do before torch 2.15: not by a bool."""
+    name = "_all_true_or_runtime_assert"
+    if not hasattr(distribution, name):
+        return nullcontext()
+    return patched(distribution, name, lambda valid, _: torch._is_all_true(valid))
 
 
 functions: Any = torch._VF  # through which torch.nn.functional reaches ops that have no other Python name

@@ -244,7 +244,11 @@ class ValueReads:
 
         functions = [(math, one.__name__, takes_numbers(one)) for one in (math.isnan, math.isinf, math.isfinite)]
         patches = [*functions, (torch, "_assert", asserts(_compat.ASSERT))]
-        with _compat.patched_all(patches), _compat.checks_given_to(self._checked_by_torch):
+        with (
+            _compat.patched_all(patches),
+            _compat.checks_given_to(self._checked_by_torch),
+            _compat.validity_as_tensor(),
+        ):
             yield
 
     def _checked_by_torch(self, error: type[Exception], condition: Any, message: Any) -> bool:
