@@ -244,7 +244,7 @@ def checks_given_to(taken: Callable[[type[Exception], Any, Any], bool]) -> Abstr
 
 
 def validity_as_tensor() -> AbstractContextManager[Any]:
-    """Distributions raise where a tensor says that values are invalid, as they do before torch 2.15: not by a bool."""
+    """Distributions that validate values test a tensor, as before torch 2.15, not the bool a helper makes of it."""
     name = "_all_true_or_runtime_assert"
     if not hasattr(distribution, name):
         return nullcontext()
